@@ -1,0 +1,129 @@
+"""Give a model BLN layers: in place of its norms, or behind its nonlinearities."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layer import BatchLayerNorm
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
+    """Replace BatchNorm, LayerNorm, GroupNorm and InstanceNorm layers by BLN, in place.
+
+    The function is kept where BLN can express it, so a pretrained net gives the same outputs in ``eval()`` up to
+    ``mix_eps`` (which is the old layer's eps): a BatchNorm hands over its running statistics and starts at ``1/m = 0``,
+    a LayerNorm at ``1/m = 1``. Training then moves ``1/m`` to the truth. Parameters are the same objects as before, so
+    an optimizer keeps working.
+
+    GroupNorm and InstanceNorm (without running statistics) normalize each sample over positions, which BLN does
+    not: they are replaced too, but their function changes until the net is trained. A warning names those, and the
+    layers that look like norms and could not be converted.
+
+    Args:
+        model: Any module. If it is itself a norm, use what is returned.
+        per_position: As in :class:`BatchLayerNorm`. The default pools batch statistics over positions, as BatchNorm
+            does; converted layers never divide by the root of the number of features (``dim_scale=False``).
+
+    Returns:
+        The model.
+
+    Examples:
+        >>> import bln
+        >>> from torch import nn
+        >>> bln.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
+        Sequential(
+          (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+          (1): BatchLayerNorm(8, per_position=False, config=TTFF, eps=1e-05, dim_scale=False)
+          (2): ReLU()
+        )
+    """
+    replacements: dict[nn.Module, BatchLayerNorm] = {}
+    notes: list[str] = []
+    for path, module in model.named_modules():
+        name, kind = path or "the model", type(module)
+        if kind in _BATCH_NORMS:
+            replacements[module] = _from_batch_norm(module, per_position)
+            if kind is nn.SyncBatchNorm:
+                notes.append(f"{name}: statistics are no longer synchronized over processes")
+        elif kind in _INSTANCE_NORMS and module.running_mean is not None:
+            replacements[module] = _from_batch_norm(module, per_position)
+        elif kind is nn.LayerNorm and len(module.normalized_shape) == 1:
+            replacements[module] = _from_layer_norm(module, per_position)
+        elif kind is nn.GroupNorm or kind in _INSTANCE_NORMS:
+            features = module.num_channels if kind is nn.GroupNorm else module.num_features
+            replacements[module] = _like(module, features, per_position=per_position)
+            notes.append(f"{name}: its function changes, {module} normalized each sample over positions; train it")
+        elif kind is nn.LayerNorm:
+            notes.append(f"{name}: left as it is, {module} spans more than the last axis")
+        elif "Norm" in kind.__name__ and kind is not BatchLayerNorm:
+            notes.append(f"{name}: left as it is, there is no rule for {kind.__name__}")
+
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+        _leave_fast_path(parent)
+    if notes:
+        warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
+    return replacements.get(model, model)
+
+
+def _like(norm: Any, num_features: int, **kwargs: Any) -> BatchLayerNorm:
+    """A BLN layer with the old norm's parameters, eps, mode, device and type."""
+    tensor = next((t for t in (norm.weight, getattr(norm, "running_mean", None)) if t is not None), torch.empty(0))
+    layer = BatchLayerNorm(
+        num_features,
+        eps=norm.eps,
+        affine=norm.weight is not None,
+        bias=norm.bias is not None,
+        dim_scale=False,
+        device=tensor.device,
+        dtype=tensor.dtype,
+        **kwargs,
+    )
+    layer.weight, layer.bias = norm.weight, norm.bias
+    return layer.train(norm.training)
+
+
+@torch.no_grad()
+def _from_batch_norm(norm: Any, per_position: bool) -> BatchLayerNorm:
+    """Running statistics become the population's, and ``1/m = 0`` gives them all the weight."""
+    layer = _like(norm, norm.num_features, per_position=per_position, momentum=norm.momentum)
+    if norm.running_mean is None:
+        layer.config = "FFFF"
+    else:
+        layer.population.batch_mean.copy_(norm.running_mean)
+        layer.population.batch_var.copy_(norm.running_var)
+    _mark_seen(layer, 0.0, norm.num_batches_tracked)
+    return layer
+
+
+def _from_layer_norm(norm: nn.LayerNorm, per_position: bool) -> BatchLayerNorm:
+    """``1/m = 1`` gives all the weight to each sample's own feature statistics."""
+    layer = _like(norm, norm.normalized_shape[0], channel_dim=-1, per_position=per_position)
+    _mark_seen(layer, 1.0, None)
+    return layer
+
+
+@torch.no_grad()
+def _mark_seen(layer: BatchLayerNorm, inverse_m: float, batches: Tensor | None) -> None:
+    """Have ``1/m`` used as given, and what is there weigh as much as the mini-batches it came from (at least one)."""
+    population = layer.population
+    population.inverse_m.fill_(inverse_m)
+    for counter in (population.updates, population.samples):
+        counter.fill_(1) if batches is None else counter.copy_(batches.clamp(min=1))
+
+
+def _leave_fast_path(module: nn.Module) -> None:
+    """Keep a transformer from computing its fused layer norm in place of ours: it asks for weights, not for types."""
+    if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.norm1, BatchLayerNorm):
+        module.activation_relu_or_gelu = 0
+    if isinstance(module, nn.TransformerEncoder) and isinstance(module.layers[0].norm1, BatchLayerNorm):
+        module.use_nested_tensor = False

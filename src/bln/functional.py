@@ -1,0 +1,193 @@
+"""Batch Layer Normalization as a stateless, differentiable torch function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from . import formula, native
+from .config import StatisticsConfig
+from .formula import Statistics
+
+__all__ = ["Statistics", "batch_layer_norm"]
+
+
+@overload
+def batch_layer_norm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    *,
+    channel_dim: int = ...,
+    per_position: bool = ...,
+    mask: Tensor | None = ...,
+    eps: float = ...,
+    mix_eps: float | None = ...,
+    dim_scale: bool = ...,
+    population: Statistics | None = ...,
+    config: StatisticsConfig | str = ...,
+    return_statistics: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def batch_layer_norm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    *,
+    channel_dim: int = ...,
+    per_position: bool = ...,
+    mask: Tensor | None = ...,
+    eps: float = ...,
+    mix_eps: float | None = ...,
+    dim_scale: bool = ...,
+    population: Statistics | None = ...,
+    config: StatisticsConfig | str = ...,
+    return_statistics: Literal[True],
+) -> tuple[Tensor, Statistics]: ...
+def batch_layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    channel_dim: int = 1,
+    per_position: bool = True,
+    mask: Tensor | None = None,
+    eps: float = 1e-4,
+    mix_eps: float | None = None,
+    dim_scale: bool = True,
+    population: Statistics | None = None,
+    config: StatisticsConfig | str = "TTFF",
+    return_statistics: bool = False,
+) -> Tensor | tuple[Tensor, Statistics]:
+    r"""Normalize over the mini-batch and over features, mixed by ``1/m`` (eqs 10-17, or 18-25 given a population).
+
+    Args:
+        x: ``(N, C)``, ``(N, C, *positions)``, or with ``channel_dim=-1`` ``(N, *positions, C)``. Floating point.
+        weight, bias: gamma and beta, ``(C,)``.
+        channel_dim: The dimension of features; never 0, which is that of samples.
+        per_position: Batch statistics for each position, as published; ``False`` pools them over positions.
+        mask: ``(N, *positions)``, boolean, true at real entries. Hidden entries enter no statistic and come out 0.
+        eps: Added to both variances.
+        mix_eps: The epsilon in the weights of eq 16; ``None`` is ``eps``.
+        dim_scale: Divide by the root of the number of features (eq 16).
+        population: Statistics to choose from, features last, as :class:`Statistics` says. Without them the mini-batch
+            is normalized by its own, as in training.
+        config: With ``population``, where each of the four statistics comes from.
+        return_statistics: Return ``(y, statistics)``; the statistics that were used, detached.
+
+    Returns:
+        ``y``, of ``x``'s shape and type. Statistics are computed in float32 (float64 if anything given is).
+    """
+    mix_eps = eps if mix_eps is None else mix_eps
+    channel_dim = check(x, mask, channel_dim)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and tuple(parameter.shape) != (x.shape[channel_dim],):
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[channel_dim]},): one value for each "
+                f"feature along dimension {channel_dim} of the input {tuple(x.shape)}"
+            )
+
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    for other in (weight, bias, population and population.batch_mean):
+        dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+    gamma, beta = (None if p is None else p.to(dtype) for p in (weight, bias))
+    wide = x.to(dtype)
+
+    if population is None and mask is None:
+        w_B, w_F = formula.weights(1 / x.shape[0], mix_eps, x.shape[channel_dim], dim_scale)
+        y, statistics = native.train(
+            wide, gamma, beta, channel_dim=channel_dim, per_position=per_position, eps=eps, w_B=w_B, w_F=w_F
+        )
+    else:
+        rows = wide.movedim(channel_dim, -1)
+        if mask is not None:
+            rows = torch.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
+        if population is None:
+            statistics = _current(rows, mask, per_position)
+        else:
+            config = StatisticsConfig.parse(config)
+            statistics = formula.choose(config, _current(rows, mask, per_position, config), population)
+        y = formula.transform(rows, statistics, gamma, beta, eps=eps, mix_eps=mix_eps, dim_scale=dim_scale)
+        if mask is not None:
+            y = torch.where(mask[..., None], y, 0)
+        y = y.movedim(-1, channel_dim)
+
+    y = y.to(x.dtype)
+    y = y.contiguous() if x.is_contiguous() else y  # as it came: people call .view() on it
+    return (y, Statistics(*(s.detach() for s in statistics))) if return_statistics else y
+
+
+def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:
+    """Refuse what cannot be normalized; returns the dimension of features counted from the front."""
+    shape = tuple(x.shape)
+    if not x.is_floating_point():
+        raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first, as in x.float()")
+    if not (len(shape) >= 2 and -len(shape) < channel_dim < len(shape) and channel_dim != 0):
+        raise ValueError(
+            f"expected an input (N, C), (N, C, *positions) or, with channel_dim=-1, (N, *positions, C); "
+            f"got shape {shape} with channel_dim={channel_dim}. A single sample needs its own dimension: x[None]"
+        )
+    if x.numel() == 0:
+        raise ValueError(f"cannot normalize an empty input, got shape {shape}; skip empty batches")
+    channel_dim %= len(shape)
+    if mask is None:
+        return channel_dim
+    if mask.dtype != torch.bool:
+        raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}; try mask.bool()")
+    expected = shape[:channel_dim] + shape[channel_dim + 1 :]
+    if tuple(mask.shape) != expected:
+        raise ValueError(
+            f"expected a mask of shape {expected}, (N, *positions) of the input {shape} with features at dimension "
+            f"{channel_dim}; got {tuple(mask.shape)}"
+        )
+    # A value may be looked at only where that costs no synchronization and breaks no graph.
+    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    if eager and mask.device.type == "cpu" and not mask.any():
+        raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")
+    return channel_dim
+
+
+def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tuple[int | Tensor, int | Tensor]:
+    """``m``, and the entries behind each batch statistic, of ``(N, *positions)``: under a mask, at each position."""
+    if mask is None:
+        return shape[0], shape[0] if per_position else math.prod(shape)
+    if per_position:
+        m = mask.sum(0)
+        return m, m
+    return mask.reshape(shape[0], -1).any(1).sum(), mask.sum()
+
+
+def _current(
+    rows: Tensor, mask: Tensor | None, per_position: bool, config: StatisticsConfig | None = None
+) -> Statistics:
+    """Eqs 10-13, of features-last ``rows`` whose hidden entries are 0; only what ``config`` asks for."""
+    m, entries = count(rows.shape[:-1], mask, per_position)
+    m, entries = (c.clamp(min=1) if isinstance(c, Tensor) else c for c in (m, entries))
+    batch_mean = batch_var = feature_mean = feature_var = None
+
+    if config is None or config.uses_batch:
+        over = (0,) if per_position else tuple(range(rows.dim() - 1))
+        divisor = entries[..., None] if isinstance(entries, Tensor) else entries
+        batch_mean = rows.sum(over) / divisor
+        centred = rows - batch_mean
+        if mask is not None:
+            centred = torch.where(mask[..., None], centred, 0)
+        batch_var = centred.square().sum(over) / divisor
+
+    if config is None or config.uses_features:
+        # A row must give the same bits whatever stands beside it. Torch sums rows that lie in memory one by one, in
+        # the same order each; only a lone row it splits over threads: so that one gets company.
+        lone = rows.numel() == rows.shape[-1]
+        rows = torch.cat([rows, rows]) if lone else rows.contiguous()
+        mean = rows.mean(-1, keepdim=True)
+        feature_var = (rows - mean).square().mean(-1)
+        feature_mean = mean.squeeze(-1)
+        if lone:
+            feature_mean, feature_var = feature_mean[:1], feature_var[:1]
+
+    inverse_m = 1 / m.to(rows.dtype) if isinstance(m, Tensor) else rows.new_full((), 1 / m)
+    return Statistics(batch_mean, batch_var, feature_mean, feature_var, inverse_m)

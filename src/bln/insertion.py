@@ -1,0 +1,132 @@
+"""Eq 27: a BLN layer behind every nonlinearity of a model that has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from .layer import BatchLayerNorm
+
+NONLINEARITIES = (
+    nn.Tanh, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Hardswish, nn.Softplus,
+)  # fmt: skip
+
+_FEATURES_SECOND = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+_FEATURES_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.MultiheadAttention)
+
+
+def insert(
+    model: nn.Module,
+    example: Any,
+    after: tuple[type[nn.Module], ...] = NONLINEARITIES,
+    *,
+    channel_dim: int | None = None,
+    **kwargs: Any,
+) -> fx.GraphModule:
+    """Put a BLN layer behind every nonlinearity: ``z = BLN(g(Wu + b))``, eq 27.
+
+    The model is traced by ``torch.fx``; modules, functions (``torch.tanh``, ``F.relu``) and methods (``x.relu()``) are
+    all found, and each place gets a layer of its own. The result shares the model's modules and parameters.
+
+    Args:
+        model: A model ``torch.fx`` can trace: no control flow on data.
+        example: An input, or a tuple of inputs, to learn the shapes from. It runs through the model once, in
+            ``eval()`` and without gradients.
+        after: The nonlinearities, as module types.
+        channel_dim: Where features stand. ``None`` finds out from what comes before: behind a convolution 1, behind
+            a linear layer -1.
+        **kwargs: Passed on to :class:`BatchLayerNorm`.
+
+    Returns:
+        A ``torch.fx.GraphModule``.
+
+    Examples:
+        >>> import torch, bln
+        >>> from torch import nn
+        >>> net = bln.insert(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(3, 4))
+        >>> bln.layers(net)
+        {'_1_bln': BatchLayerNorm(8, channel_dim=-1, position_shape=None, config=TTFF)}
+    """
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:
+        raise ValueError(
+            f"torch.fx cannot trace {type(model).__name__} ({error}); place bln.BatchLayerNorm by hand, behind each "
+            "nonlinearity"
+        ) from error
+    traced = fx.GraphModule(model, graph)
+    _propagate_shapes(traced, example if isinstance(example, tuple) else (example,))
+
+    names = {kind.__name__.lower() for kind in after}
+    found = [node for node in traced.graph.nodes if _is_nonlinearity(traced, node, after, names)]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has none of the nonlinearities {', '.join(kind.__name__ for kind in after)}; "
+            "pass after="
+        )
+    for node in found:
+        shape = node.meta["tensor_meta"].shape
+        dim = _find_channel_dim(traced, node) if channel_dim is None else channel_dim
+        like = next((p for p in model.parameters()), torch.empty(0))
+        layer = BatchLayerNorm(shape[dim], channel_dim=dim, **{"device": like.device, "dtype": like.dtype, **kwargs})
+        name = f"{node.name}_bln"
+        traced.add_submodule(name, layer.train(model.training))
+        with traced.graph.inserting_after(node):
+            placed = traced.graph.call_module(name, (node,))
+        node.replace_all_uses_with(placed, delete_user_cb=lambda user, placed=placed: user is not placed)
+    traced.recompile()
+    return traced
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, BatchLayerNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _propagate_shapes(traced: fx.GraphModule, example: tuple[Any, ...]) -> None:
+    modes = [(module, module.training) for module in traced.modules()]
+    try:
+        with torch.no_grad():
+            ShapeProp(traced.eval()).propagate(*example)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _is_nonlinearity(traced: fx.GraphModule, node: fx.Node, after: tuple[type, ...], names: set[str]) -> bool:
+    if node.op == "call_module":
+        return type(traced.get_submodule(str(node.target))) in after
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_function", "call_method") and str(name).rstrip("_").replace("_", "") in names
+
+
+def _find_channel_dim(traced: fx.GraphModule, node: fx.Node) -> int:
+    """Walk back to the layer that made the features."""
+    rank = len(node.meta["tensor_meta"].shape)
+    if rank == 2:
+        return -1
+    waiting, done = list(node.all_input_nodes), set()
+    while waiting:
+        source = waiting.pop(0)
+        if source in done:
+            continue
+        done.add(source)
+        module = traced.get_submodule(str(source.target)) if source.op == "call_module" else None
+        name = getattr(source.target, "__name__", str(source.target))
+        if isinstance(module, _FEATURES_SECOND) or name.startswith("conv"):
+            return 1
+        if isinstance(module, _FEATURES_LAST) or name == "linear":
+            return -1
+        if isinstance(module, BatchLayerNorm):
+            return module.channel_dim
+        waiting += source.all_input_nodes
+    raise ValueError(
+        f"cannot tell where the features of {node.name}, shape {tuple(node.meta['tensor_meta'].shape)}, stand; pass "
+        "channel_dim=1 for (N, C, *positions) or channel_dim=-1 for (N, *positions, C)"
+    )

@@ -1,0 +1,201 @@
+"""The layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import functional
+from .config import StatisticsConfig
+from .population import Population
+
+
+class BatchLayerNorm(nn.Module):
+    r"""Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+
+    An activation is seen as :math:`x[n, p, k]`: sample :math:`n` of :math:`m`, position :math:`p` (pixel, time step),
+    feature :math:`k` of :math:`d`. In training
+
+    .. math::
+        y = \gamma \, \frac{1}{\sqrt d} \left[
+            \Big(1 - \tfrac1m - \epsilon'\Big) \frac{x - \mu_B}{\sqrt{\sigma_B^2 + \epsilon}}
+            + \Big(\tfrac1m - \epsilon'\Big) \frac{x - \mu_F}{\sqrt{\sigma_F^2 + \epsilon}} \right] + \beta
+
+    where :math:`\mu_B, \sigma_B^2` are mean and biased variance over samples, one for each position and feature, and
+    :math:`\mu_F, \sigma_F^2` those over features, one for each sample and position. Population statistics are
+    averaged on the way. In ``eval()`` each of the four is the population's or the current mini-batch's, as ``config``
+    says, and :math:`1/m` is the one remembered from training. Put it behind the nonlinearity.
+
+    Args:
+        num_features: ``C``, the number of features (the paper's d).
+        channel_dim: Where features stand: 1 for ``(N, C, *positions)``, -1 for ``(N, *positions, C)``.
+        per_position: Batch statistics for each position, as published. ``False`` pools them over positions, as
+            ``BatchNorm2d`` does: any image size or sequence length goes in, and residual nets train better.
+        position_shape: The positions (``(28, 28)``, ``80``) to keep statistics for. ``None`` learns them from the
+            first training mini-batch. Shorter sequences use the first positions.
+        eps: Added to both variances.
+        mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``.
+        momentum: The weight of a new mini-batch in the population statistics, as in ``BatchNorm2d``. ``None``
+            averages all since the last reset. Population variances are unbiased: they carry ``m / (m - 1)``.
+        affine: Learn a scale (``weight``, gamma) and, with ``bias``, a shift (``bias``, beta) for each feature.
+        bias: With ``affine``, learn a shift.
+        config: The statistics ``eval()`` uses, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. With
+            ``TT..`` a prediction does not depend on the rest of its batch.
+        dim_scale: Divide by the root of ``num_features``, as the paper does.
+
+    Shape:
+        ``(N, C)``, ``(N, C, *positions)`` or, with ``channel_dim=-1``, ``(N, *positions, C)``; the output has the
+        input's shape and type. ``mask``: ``(N, *positions)``, boolean, true at real entries.
+
+    Examples:
+        >>> import torch, bln
+        >>> layer = bln.BatchLayerNorm(16)
+        >>> y = layer(torch.randn(25, 16, 8, 8))
+        >>> layer.config = "FTFF"
+        >>> y = layer.eval()(torch.randn(1, 16, 8, 8))
+        >>> layer
+        BatchLayerNorm(16, position_shape=(8, 8), config=FTFF)
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    population: Population
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        channel_dim: int = 1,
+        per_position: bool = True,
+        position_shape: int | tuple[int, ...] | None = None,
+        eps: float = 1e-4,
+        mix_eps: float | None = None,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        bias: bool = True,
+        config: StatisticsConfig | str = "TTFF",
+        dim_scale: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_features < 1:
+            raise ValueError(f"num_features must be at least 1, got {num_features}")
+        if channel_dim == 0:
+            raise ValueError("channel_dim=0 is the dimension of samples; features stand at 1, or last at -1")
+        if not (math.isfinite(eps) and eps > 0):
+            raise ValueError(f"eps must be a positive number, got {eps}: it keeps a constant feature from 0/0")
+        if mix_eps is not None and not 0 <= mix_eps < 1:
+            raise ValueError(f"mix_eps must be None (the same as eps) or in [0, 1), got {mix_eps}")
+        if momentum is not None and not 0 <= momentum <= 1:
+            raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum}")
+        if isinstance(position_shape, int):
+            position_shape = (position_shape,)
+        if position_shape is not None and not per_position:
+            raise ValueError("position_shape goes with per_position=True; pooled statistics have no positions")
+        if position_shape is not None and any(size < 1 for size in position_shape):
+            raise ValueError(f"position_shape must hold positive sizes, got {tuple(position_shape)}")
+
+        self.num_features = num_features
+        self.channel_dim = channel_dim
+        self.per_position = per_position
+        self.eps = eps
+        self.mix_eps = mix_eps
+        self.momentum = momentum
+        self.dim_scale = dim_scale
+        self.config = config
+        for name, wanted in (("weight", affine), ("bias", affine and bias)):
+            parameter = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if wanted else None
+            self.register_parameter(name, parameter)
+        positions = tuple(position_shape) if position_shape is not None else None
+        self.population = Population(num_features, positions if per_position else (), device, dtype)
+        self.reset_parameters()
+
+    @property
+    def config(self) -> StatisticsConfig:
+        """The statistics ``eval()`` uses; assign a :class:`StatisticsConfig` or four letters."""
+        return self._config
+
+    @config.setter
+    def config(self, value: StatisticsConfig | str) -> None:
+        self._config = StatisticsConfig.parse(value)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
+        channel_dim = functional.check(x, mask, self.channel_dim)
+        shape = list(x.shape)
+        if shape.pop(channel_dim) != self.num_features:
+            raise ValueError(
+                f"expected {self.num_features} features along dimension {channel_dim}, got {x.shape[channel_dim]} in "
+                f"an input of shape {tuple(x.shape)}. If features stand elsewhere, pass channel_dim="
+            )
+        positions = tuple(shape[1:]) if self.per_position else ()
+        m, entries = functional.count(shape, mask, self.per_position)
+
+        population = None if self.training else self.population.statistics(positions, m)
+        y, statistics = functional.batch_layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            channel_dim=channel_dim,
+            per_position=self.per_position,
+            mask=mask,
+            eps=self.eps,
+            mix_eps=self.mix_eps,
+            dim_scale=self.dim_scale,
+            population=population,
+            config=self.config,
+            return_statistics=True,
+        )
+        if self.training and not _recomputing():
+            self.population.update(statistics, m, entries, mask, positions, self.momentum)
+        return y
+
+    def reset_statistics(self) -> None:
+        """Forget the population: mean 0, variance 1. Positions stay known."""
+        self.population.reset()
+
+    def reset_parameters(self) -> None:
+        """Scale 1, shift 0, and no population."""
+        self.reset_statistics()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def get_extra_state(self) -> Tensor:
+        """The configuration, as four uint8, so that a searched model is loaded as it was found."""
+        return torch.tensor([letter == "T" for letter in str(self.config)], dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take the configuration from a state dict."""
+        self.config = StatisticsConfig(*(bool(switch) for switch in state.tolist()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def extra_repr(self) -> str:
+        """What was chosen: features, positions, configuration, and whatever is not a default."""
+        shown = [str(self.num_features)]
+        if self.channel_dim != 1:
+            shown.append(f"channel_dim={self.channel_dim}")
+        if self.per_position:
+            shown.append(f"position_shape={self.population.position_shape}")
+        else:
+            shown.append("per_position=False")
+        shown.append(f"config={self.config}")
+        defaults = {"eps": 1e-4, "mix_eps": None, "momentum": 0.1, "dim_scale": True}
+        shown += [f"{name}={value}" for name in defaults if (value := getattr(self, name)) != defaults[name]]
+        if self.weight is None:
+            shown.append("affine=False")
+        elif self.bias is None:
+            shown.append("bias=False")
+        return ", ".join(shown)
+
+
+def _recomputing() -> bool:
+    """Whether this forward runs inside a backward, as activation checkpointing does to recompute what it dropped."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

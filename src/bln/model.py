@@ -1,0 +1,150 @@
+"""Helpers for a whole model: find its BLN layers, configure, reset and calibrate them."""
+
+from __future__ import annotations
+
+import difflib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import StatisticsConfig
+from .layer import BatchLayerNorm
+from .progress import track
+
+Step = Callable[[nn.Module, Any], Any]
+
+
+def layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
+    """The model's BLN layers by name, in the order of ``named_modules``; one that is used twice appears once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, BatchLayerNorm)}
+
+
+def configure(model: nn.Module, config: StatisticsConfig | str | Mapping[str, StatisticsConfig | str]) -> None:
+    """Choose the statistics ``eval()`` uses: one configuration for all BLN layers, or one for each name.
+
+    Args:
+        model: A model with BLN layers.
+        config: ``"TTFF"``, a :class:`StatisticsConfig`, or a mapping from names, as :func:`layers` gives them, to
+            such; layers that it does not name stay as they are.
+    """
+    found = required_layers(model)
+    chosen = config if isinstance(config, Mapping) else dict.fromkeys(found, config)
+    for name in chosen:
+        if name not in found:
+            near = difflib.get_close_matches(name, found, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". It has {', '.join(map(repr, found))}"
+            raise ValueError(f"the model has no BatchLayerNorm named {name!r}{hint}")
+    parsed = {name: StatisticsConfig.parse(value) for name, value in chosen.items()}
+    for name, value in parsed.items():
+        found[name].config = value
+
+
+def reset_statistics(model: nn.Module) -> None:
+    """Forget the population statistics of all BLN layers. With ``momentum=None``, call it at each epoch's start."""
+    for layer in required_layers(model).values():
+        layer.reset_statistics()
+
+
+def calibrate(model: nn.Module, batches: Iterable[Any], *, step: Step | None = None, progress: bool = True) -> None:
+    """Recompute the population statistics under frozen weights (Algorithm 2), as plain averages over ``batches``.
+
+    Averages taken during training mix statistics of many weights. These are those of the weights as they are. The
+    remembered ``1/m`` stays that of training, where there was any.
+
+    Only the BLN layers run in training mode: dropout stays off, other norms use what they remember. Modes, weights and
+    random state are left as they were; so are the statistics if anything goes wrong.
+
+    Args:
+        model: A model with BLN layers.
+        batches: Any iterable of training batches, composed as in training. A tensor is the input; of a tuple or list
+            the first is, the rest are targets; inputs that are themselves a tuple or a dict are unpacked.
+        step: How to run the model on a batch, ``step(model, batch)``, where that is not right.
+        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+    """
+    found = required_layers(model)
+    unique = list(found.values())
+    before = [layer.population.snapshot() for layer in unique]
+    momenta = [layer.momentum for layer in unique]
+    step = step or run
+    try:
+        with preserved(model), torch.no_grad():
+            model.eval()
+            for layer in unique:
+                layer.train()
+                layer.momentum = None
+                layer.reset_statistics()
+            count = 0
+            for batch in track(batches, "calibrate") if progress else batches:
+                step(model, batch)
+                count += 1
+            if count == 0:
+                raise ValueError("calibrate got no batches; was the iterable used up before?")
+            for name, layer in found.items():
+                if not layer.population.updates.any():
+                    raise ValueError(
+                        f"none of the {count} batches reached layer {name!r} with finite statistics; is its input NaN?"
+                    )
+        for layer, snapshot in zip(unique, before, strict=True):
+            layer.population.restore_inverse_m(snapshot)
+    except BaseException:
+        for layer, snapshot in zip(unique, before, strict=True):
+            layer.population.restore(snapshot)
+        raise
+    finally:
+        for layer, momentum in zip(unique, momenta, strict=True):
+            layer.momentum = momentum
+
+
+def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
+    """The model's BLN layers; having none is an error."""
+    if not (found := layers(model)):
+        raise ValueError(
+            f"{type(model).__name__} has no BatchLayerNorm; bln.convert(model) replaces other norms, "
+            "bln.insert(model, example) adds one behind each nonlinearity"
+        )
+    return found
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """Call the model on a batch's inputs, moved to its device."""
+    inputs = batch[0] if isinstance(batch, tuple | list) and len(batch) > 0 else batch
+    inputs = to_device(inputs, next(chain(model.parameters(), model.buffers())).device)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move a tensor, or those in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_device(item, device) for item in value]
+    return value
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put back every module's mode, and the random state of torch, Python and NumPy, whatever happens inside."""
+    modes = [(module, module.training) for module in model.modules()]
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    devices = {t.device.index for t in model.parameters() if t.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)

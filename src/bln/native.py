@@ -1,0 +1,73 @@
+"""Training through torch's own batch norm and layer norm: five times faster on a CPU than a chain of operators.
+
+y = gamma * (w_B * x_B + w_F * x_F) + beta is a batch norm with scale gamma * w_B and shift beta, plus a layer norm with
+scale gamma * w_F. Both are differentiable, twice and by every mechanism torch has, and keep nothing for backward but
+the input and the statistics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formula import Statistics
+
+
+def train(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    *,
+    channel_dim: int,
+    per_position: bool,
+    eps: float,
+    w_B: float,
+    w_F: float,
+) -> tuple[Tensor, Statistics]:
+    """Algorithm 1 of ``x``, float32 or float64, given the weights of eq 16."""
+    n, d = x.shape[0], x.shape[channel_dim]
+    gamma = x.new_ones(d) if gamma is None else gamma
+    beta = x.new_zeros(d) if beta is None else beta
+
+    y_B, batch_mean, batch_rstd = _batch_norm(x, gamma * w_B, beta, channel_dim, per_position, eps)
+
+    rows = x.movedim(channel_dim, -1)
+    scale = gamma * w_F
+    if d < 8:  # rows so narrow that layer norm's own gradient for its scale takes twice as long as one beside it
+        y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), None, None, eps)
+        y_F = y_F * scale
+    else:
+        y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
+
+    def variance(rstd: Tensor) -> Tensor:  # its rounding error is that of variance + eps, as which it is used
+        return rstd.detach().pow(-2).sub_(eps).clamp_(min=0)
+
+    return y_B + y_F.movedim(-1, channel_dim), Statistics(
+        batch_mean,
+        variance(batch_rstd),
+        feature_mean.squeeze(-1),
+        variance(feature_rstd.squeeze(-1)),
+        x.new_full((), 1 / n),
+    )
+
+
+def _batch_norm(
+    x: Tensor, scale: Tensor, shift: Tensor, channel_dim: int, per_position: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch norm of ``x``; its means and deviations with features last.
+
+    It wants a column for each statistic. Features may stand anywhere, so it takes a tensor as it lies in memory.
+    """
+    as_it_lies = x.is_contiguous() and (per_position or channel_dim == 1)
+    at = channel_dim if as_it_lies else x.dim() - 1
+    lying = x.movedim(channel_dim, at)
+    if not per_position:
+        columns = lying if at == 1 else lying.reshape(-1, lying.shape[-1])
+        y, mean, rstd = torch.native_batch_norm(columns, scale, shift, None, None, True, 0.0, eps)
+    else:
+        shape = lying.shape[1:]
+        scale, shift = (p.reshape(-1, *[1] * (len(shape) - at)).expand(shape).reshape(-1) for p in (scale, shift))
+        columns = lying.reshape(lying.shape[0], -1)
+        y, mean, rstd = torch.native_batch_norm(columns, scale, shift, None, None, True, 0.0, eps)
+        mean, rstd = (s.reshape(shape).movedim(at - 1, -1) for s in (mean, rstd))
+    return y.reshape(lying.shape).movedim(at, channel_dim), mean, rstd

@@ -1,0 +1,24 @@
+"""A progress bar where rich is installed and someone is looking."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def track(items: Iterable[T], description: str) -> Iterator[T]:
+    """Iterate over ``items``, with a bar on standard error that shows how many are done and how long is left."""
+    try:
+        from rich.console import Console
+        from rich.progress import track as rich_track
+    except ImportError:
+        yield from items
+        return
+    total = len(items) if isinstance(items, Sized) else None
+    console = Console(file=sys.stderr)
+    yield from rich_track(
+        items, description, total=total, console=console, transient=True, disable=not console.is_terminal
+    )

@@ -52,6 +52,8 @@ def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
             replacements[module] = _from_batch_norm(module, per_position)
             if kind is nn.SyncBatchNorm:
                 notes.append(f"{name}: statistics are no longer synchronized over processes")
+            if per_position and module.running_mean is None:
+                notes.append(f"{name}: its function changes, {module} pooled a mini-batch over positions; train it")
         elif kind in _INSTANCE_NORMS and module.running_mean is not None:
             replacements[module] = _from_batch_norm(module, per_position)
         elif kind is nn.LayerNorm and len(module.normalized_shape) == 1:
@@ -69,7 +71,8 @@ def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
         for name, child in parent._modules.items():
             if child in replacements:
                 setattr(parent, name, replacements[child])
-        _leave_fast_path(parent)
+    for module in model.modules():
+        _leave_fast_path(module)
     if notes:
         warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
     return replacements.get(model, model)

@@ -40,7 +40,7 @@ def train(
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
 
     def variance(rstd: Tensor) -> Tensor:  # its rounding error is that of variance + eps, as which it is used
-        return rstd.detach().pow(-2).sub_(eps).clamp_(min=0)
+        return rstd.detach().pow(-2).sub_(eps).clamp(min=0)
 
     return y_B + y_F.movedim(-1, channel_dim), Statistics(
         batch_mean,

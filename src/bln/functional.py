@@ -67,7 +67,8 @@ def batch_layer_norm(
 
     Args:
         x: ``(N, C)``, ``(N, C, *positions)``, or with ``channel_dim=-1`` ``(N, *positions, C)``. Floating point.
-        weight, bias: gamma and beta, ``(C,)``.
+        weight: Gamma, ``(C,)``.
+        bias: Beta, ``(C,)``.
         channel_dim: The dimension of features; never 0, which is that of samples.
         per_position: Batch statistics for each position, as published; ``False`` pools them over positions.
         mask: ``(N, *positions)``, boolean, true at real entries. Hidden entries enter no statistic and come out 0.

@@ -28,7 +28,7 @@ def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
 
     Args:
         model: Any module. If it is itself a norm, use what is returned.
-        per_position: As in :class:`BatchLayerNorm`. The default pools batch statistics over positions, as BatchNorm
+        per_position: As in ``BatchLayerNorm``. The default pools batch statistics over positions, as BatchNorm
             does; converted layers never divide by the root of the number of features (``dim_scale=False``).
 
     Returns:

@@ -63,7 +63,7 @@ def batch_layer_norm(
     config: StatisticsConfig | str = "TTFF",
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, Statistics]:
-    r"""Normalize over the mini-batch and over features, mixed by ``1/m`` (eqs 10-17, or 18-25 given a population).
+    """Normalize over the mini-batch and over features, mixed by ``1/m`` (eqs 10-17, or 18-25 given a population).
 
     Args:
         x: ``(N, C)``, ``(N, C, *positions)``, or with ``channel_dim=-1`` ``(N, *positions, C)``. Floating point.
@@ -75,7 +75,7 @@ def batch_layer_norm(
         eps: Added to both variances.
         mix_eps: The epsilon in the weights of eq 16; ``None`` is ``eps``.
         dim_scale: Divide by the root of the number of features (eq 16).
-        population: Statistics to choose from, features last, as :class:`Statistics` says. Without them the mini-batch
+        population: Statistics to choose from, features last, as ``Statistics`` says. Without them the mini-batch
             is normalized by its own, as in training.
         config: With ``population``, where each of the four statistics comes from.
         return_statistics: Return ``(y, statistics)``; the statistics that were used, detached.

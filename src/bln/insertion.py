@@ -41,7 +41,7 @@ def insert(
         after: The nonlinearities, as module types.
         channel_dim: Where features stand. ``None`` finds out from what comes before: behind a convolution 1, behind
             a linear layer -1.
-        **kwargs: Passed on to :class:`BatchLayerNorm`.
+        **kwargs: Passed on to ``BatchLayerNorm``.
 
     Returns:
         A ``torch.fx.GraphModule``.

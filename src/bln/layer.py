@@ -14,20 +14,19 @@ from .population import Population
 
 
 class BatchLayerNorm(nn.Module):
-    r"""Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+    """Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
 
-    An activation is seen as :math:`x[n, p, k]`: sample :math:`n` of :math:`m`, position :math:`p` (pixel, time step),
-    feature :math:`k` of :math:`d`. In training
+    An activation is seen as ``x[n, p, k]``: sample ``n`` of ``m``, position ``p`` (pixel, time step), feature ``k`` of
+    ``d``. In training
 
-    .. math::
-        y = \gamma \, \frac{1}{\sqrt d} \left[
-            \Big(1 - \tfrac1m - \epsilon'\Big) \frac{x - \mu_B}{\sqrt{\sigma_B^2 + \epsilon}}
-            + \Big(\tfrac1m - \epsilon'\Big) \frac{x - \mu_F}{\sqrt{\sigma_F^2 + \epsilon}} \right] + \beta
+        x_B = (x - mean_B) / sqrt(var_B + eps)
+        x_F = (x - mean_F) / sqrt(var_F + eps)
+        y   = gamma * [(1 - 1/m - mix_eps) * x_B + (1/m - mix_eps) * x_F] / sqrt(d) + beta
 
-    where :math:`\mu_B, \sigma_B^2` are mean and biased variance over samples, one for each position and feature, and
-    :math:`\mu_F, \sigma_F^2` those over features, one for each sample and position. Population statistics are
-    averaged on the way. In ``eval()`` each of the four is the population's or the current mini-batch's, as ``config``
-    says, and :math:`1/m` is the one remembered from training. Put it behind the nonlinearity.
+    where ``mean_B``, ``var_B`` are mean and biased variance over samples, one for each position and feature, and
+    ``mean_F``, ``var_F`` those over features, one for each sample and position. Population statistics are averaged on
+    the way. In ``eval()`` each of the four is the population's or the current mini-batch's, as ``config`` says, and
+    ``1/m`` is the one remembered from training. Put the layer behind the nonlinearity.
 
     Args:
         num_features: ``C``, the number of features (the paper's d).
@@ -45,6 +44,8 @@ class BatchLayerNorm(nn.Module):
         config: The statistics ``eval()`` uses, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. With
             ``TT..`` a prediction does not depend on the rest of its batch.
         dim_scale: Divide by the root of ``num_features``, as the paper does.
+        device: Of parameters and statistics.
+        dtype: Of the parameters; statistics are float64 where this is, else float32.
 
     Shape:
         ``(N, C)``, ``(N, C, *positions)`` or, with ``channel_dim=-1``, ``(N, *positions, C)``; the output has the
@@ -116,7 +117,7 @@ class BatchLayerNorm(nn.Module):
 
     @property
     def config(self) -> StatisticsConfig:
-        """The statistics ``eval()`` uses; assign a :class:`StatisticsConfig` or four letters."""
+        """The statistics ``eval()`` uses; assign a ``StatisticsConfig`` or four letters."""
         return self._config
 
     @config.setter

@@ -30,7 +30,7 @@ def configure(model: nn.Module, config: StatisticsConfig | str | Mapping[str, St
 
     Args:
         model: A model with BLN layers.
-        config: ``"TTFF"``, a :class:`StatisticsConfig`, or a mapping from names, as :func:`layers` gives them, to
+        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``bln.layers`` gives them, to
             such; layers that it does not name stay as they are.
     """
     found = required_layers(model)

@@ -63,12 +63,12 @@ class Population(nn.Module):
             buffer.fill_(1 if name.endswith("_var") else 0)
 
     def snapshot(self) -> Snapshot:
-        """Everything remembered, for :meth:`restore`."""
+        """Everything remembered, for ``restore``."""
         return self.position_shape, {name: buffer.clone() for name, buffer in self.named_buffers()}
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Put back what :meth:`snapshot` found, the positions too."""
+        """Put back what ``snapshot`` found, the positions too."""
         self.position_shape, values = snapshot
         for name, value in values.items():
             buffer = getattr(self, name)

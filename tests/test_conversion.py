@@ -70,6 +70,48 @@ def test_training_moves_one_over_m_to_the_truth(norm, shape):
     assert layer.population.inverse_m.item() == pytest.approx(1 / 8, rel=0.05)
 
 
+def test_a_new_mini_batch_weighs_as_much_as_it_did():
+    """Against the running statistics it took over, as BatchNorm itself; feature statistics, new here, start at once."""
+    norm = nn.BatchNorm1d(6, momentum=0.3)
+    norm.running_mean.fill_(5)
+    norm.running_var.fill_(4)
+    layer, x = bln.convert(copy.deepcopy(norm)).train(), torch.randn(8, 6)
+    norm(x)
+    layer(x)
+    assert layer.momentum == 0.3
+    torch.testing.assert_close(layer.population.batch_mean, norm.running_mean)
+    torch.testing.assert_close(layer.population.batch_var, norm.running_var)
+    torch.testing.assert_close(layer.population.feature_mean, x.mean())
+    layer = bln.convert(nn.LayerNorm(6)).train()
+    layer(x)
+    torch.testing.assert_close(layer.population.batch_mean, x.mean(0))
+
+
+def test_norms_without_tensors_go_where_the_model_is():
+    norms = [
+        nn.InstanceNorm2d(4), nn.LayerNorm(4, elementwise_affine=False),
+        nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+    ]  # fmt: skip
+    for norm in norms:
+        net = nn.Sequential(nn.Conv2d(3, 4, 1), norm).double().to("meta")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            bln.convert(net)
+        assert net[1].population.batch_mean.is_meta
+        assert net[1].population.batch_mean.dtype == torch.float64
+
+
+def test_a_transformer_of_other_layers_is_no_trouble():
+    class Custom(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+    encoder = nn.TransformerEncoder(Custom(), 2, enable_nested_tensor=False)
+    bln.convert(encoder)
+    assert len(bln.layers(encoder)) == 2
+
+
 def test_a_net_keeps_its_parameters_so_that_its_optimizer_keeps_working():
     net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(2), nn.LayerNorm(16))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -169,6 +169,28 @@ def test_one_feature_leaves_the_batch_part_alone(n):
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_feature_has_right_gradients(masked):
+    x = torch.randn(4, 1, 3, dtype=F64, requires_grad=True)
+    weight = torch.randn(1, dtype=F64, requires_grad=True)
+    mask = torch.ones(4, 3, dtype=torch.bool) if masked else None
+    assert torch.autograd.gradcheck(lambda x, w: batch_layer_norm(x, w, mask=mask), (x, weight))
+
+
+def test_returned_statistics_are_detached():
+    x = torch.randn(4, 3, requires_grad=True)
+    for mask in (None, torch.ones(4, dtype=torch.bool)):
+        _, statistics = batch_layer_norm(x, mask=mask, return_statistics=True)
+        assert not any(s.requires_grad for s in statistics)
+
+
+def test_variances_are_never_negative():
+    x = torch.full((64, 33), 1000.0) + torch.randn(64, 33) * 1e-5
+    _, statistics = batch_layer_norm(x, return_statistics=True)
+    assert (statistics.batch_var >= 0).all()
+    assert (statistics.feature_var >= 0).all()
+
+
 def test_single_sample_batch_is_layer_norm_up_to_mix_eps():
     x = torch.randn(1, 6, 4, dtype=F64)
     y = batch_layer_norm(x, dim_scale=False)
@@ -246,6 +268,11 @@ class TestBadInput:
     def test_a_mask_that_hides_everything(self):
         with pytest.raises(ValueError, match="hides every entry"):
             batch_layer_norm(torch.ones(3, 4, 5), mask=torch.zeros(3, 5, dtype=torch.bool))
+
+    @pytest.mark.parametrize("options", [{"eps": 0.0}, {"eps": -1.0}, {"mix_eps": -5.0}])
+    def test_an_epsilon_out_of_range(self, options):
+        with pytest.raises(ValueError, match=r"eps must be"):
+            batch_layer_norm(torch.ones(3, 4), **options)
 
     def test_a_weight_of_another_length(self):
         with pytest.raises(ValueError, match=r"weight has shape \(5,\), expected \(4,\)"):

@@ -71,7 +71,7 @@ def test_the_example_leaves_no_trace():
 
 def test_options_reach_the_layers_and_only_the_named_nonlinearities_get_one():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Sigmoid()).double()
-    net = bln.insert(model, torch.randn(2, 4).double(), after=(nn.Sigmoid,), per_position=False, config="FTFF")
+    net = bln.insert(model, torch.randn(2, 4).double(), after=nn.Sigmoid, per_position=False, config="FTFF")
     (layer,) = bln.layers(net).values()
     assert not layer.per_position
     assert str(layer.config) == "FTFF"
@@ -84,7 +84,74 @@ def test_existing_bln_layers_are_left_alone():
     assert len(bln.layers(net)) == 2
 
 
+def test_inserting_again_changes_nothing():
+    net = bln.insert(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 4))
+    first = bln.layers(net)
+    with pytest.raises(ValueError, match="none of the nonlinearities"):
+        bln.insert(net, torch.randn(2, 4))
+    assert bln.layers(net) == first
+
+
+def test_a_name_that_is_taken_is_not_overwritten():
+    model = nn.Sequential()
+    model.add_module("a", nn.Tanh())
+    model.add_module("a_bln", nn.Linear(4, 4))
+    net = bln.insert(model, torch.randn(2, 4))
+    assert isinstance(net.a_bln, nn.Linear)
+    assert len(bln.layers(net)) == 1
+
+
+def test_the_mode_is_the_models():
+    net = bln.insert(nn.Sequential(nn.Linear(4, 8), nn.ReLU()).eval(), torch.randn(2, 4))
+    assert not any(layer.training for layer in bln.layers(net).values())
+
+
+@pytest.mark.parametrize("first", [nn.Conv1d(4, 8, 1), nn.Linear(6, 6)])
+def test_features_that_were_moved_are_asked_for(first):
+    class Moved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = first
+
+        def forward(self, x):
+            return torch.relu(self.first(x).transpose(1, 2))
+
+    with pytest.raises(ValueError, match="cannot tell where the features"):
+        bln.insert(Moved(), torch.randn(2, 4, 6))
+
+
+def test_functional_dropout_is_warned_about():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return F.dropout(torch.tanh(self.linear(x)), 0.5, self.training)
+
+    with pytest.warns(UserWarning, match="tracing fixed whether it drops"):
+        bln.insert(Dropping(), torch.randn(2, 4))
+
+
 class TestBadInput:
+    def test_an_in_place_function_whose_input_is_used_again(self):
+        class InPlace(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x):
+                h = self.linear(x)
+                F.relu_(h)
+                return h + x
+
+        with pytest.raises(ValueError, match="works in place"):
+            bln.insert(InPlace(), torch.randn(2, 4))
+
+    def test_an_example_that_does_not_fit(self):
+        with pytest.raises(ValueError, match="example does not run through the model"):
+            bln.insert(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 5))
+
     def test_nothing_to_stand_behind(self):
         with pytest.raises(ValueError, match=r"Linear has none of the nonlinearities Tanh.*pass after="):
             bln.insert(nn.Linear(3, 3), torch.randn(2, 3))

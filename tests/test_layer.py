@@ -106,8 +106,7 @@ class TestPopulation:
         mask = torch.tensor([[True, True, False, False], [True, False, False, False]])
         layer(torch.randn(2, 3, 4), mask)
         assert layer.population.inverse_m.tolist() == [0.5, 1, 0, 0]
-        assert layer.population.updates[0].tolist() == [1, 1, 0, 0]
-        assert layer.population.updates[1].tolist() == [1, 0, 0, 0]
+        assert layer.population.updates.tolist() == [[1, int(name != "batch_var"), 0, 0] for name in NAMES]
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
     @pytest.mark.parametrize("masked", [False, True])
@@ -123,6 +122,21 @@ class TestPopulation:
         assert_same_state(layer, before)
         layer(torch.randn(4, 3, 5), mask)
         assert layer.population.updates.max() == 2
+
+    @pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
+    def test_an_overflow_of_one_variance_alone_is_enough(self, shape):
+        """A single sample has no batch variance to overflow, a single feature no feature variance."""
+        layer = BatchLayerNorm(shape[1])
+        x = torch.ones(shape)
+        x.view(-1)[1] = 3e30
+        layer(x)
+        assert not layer.population.updates.any()
+
+    def test_large_but_finite_variances_do_enter(self):
+        """Their sum is not: 1024 * 1e36."""
+        layer = BatchLayerNorm(1024)
+        layer(torch.randn(16, 1024) * 1e18)
+        assert layer.population.updates.all()
 
     def test_float16_values_that_overflow_a_float16_square_do_enter(self):
         layer = BatchLayerNorm(3)
@@ -159,6 +173,13 @@ class TestPopulation:
             layer(torch.randn(4, 3, 5))
         layer.config = "TTFF"
         assert_same_state(layer, before)
+
+    def test_a_layer_first_shaped_in_inference_mode_can_be_trained(self):
+        layer = BatchLayerNorm(4)
+        with torch.inference_mode():
+            layer(torch.randn(5, 4, 3))
+        layer(torch.randn(5, 4, 3)).sum().backward()
+        assert (layer.population.updates == 2).all()
 
     def test_reset_forgets_but_knows_its_positions(self):
         layer = BatchLayerNorm(3)
@@ -225,10 +246,10 @@ class TestInference:
         assert not torch.allclose(layer(x)[:1], layer(x[:1]), atol=1e-3)
 
     def test_before_training_it_uses_mean_0_variance_1_and_the_current_m(self):
-        layer = BatchLayerNorm(4, config="TTTT", dtype=torch.float64).eval()
+        layer = BatchLayerNorm(4, config="TTFF", dim_scale=False, dtype=torch.float64).eval()
         x = torch.randn(5, 4, 3, dtype=torch.float64)
-        root = 4**0.5 * (1 + 1e-4) ** 0.5
-        torch.testing.assert_close(layer(x), x * (1 - 2e-4) / root)
+        x_F = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-4).sqrt()
+        torch.testing.assert_close(layer(x), (4 / 5 - 1e-4) * x / (1 + 1e-4) ** 0.5 + (1 / 5 - 1e-4) * x_F)
         assert layer.population.position_shape is None
 
     def test_current_deviation_is_measured_around_the_chosen_mean(self):
@@ -332,7 +353,7 @@ class TestStateDict:
         layer = self.trained()
         layer.load_state_dict(state(BatchLayerNorm(3)), assign=assign)
         assert layer.population.position_shape == (5,)
-        assert layer.population.updates.shape == (2, 5)
+        assert layer.population.updates.shape == (5, 5)
         assert not layer.population.updates.any()
         layer(torch.randn(4, 3, 5))
 
@@ -361,6 +382,36 @@ class TestStateDict:
         layer(torch.randn(4, 3, 5))
         assert_same_state(source, before)
 
+    def test_on_meta(self, tmp_path):
+        torch.save(self.trained().state_dict(), tmp_path / "layer.pt")
+        layer = BatchLayerNorm(3, device="meta")
+        layer.load_state_dict(torch.load(tmp_path / "layer.pt", map_location="meta"), assign=True)
+        assert layer.population.batch_mean.is_meta
+        assert layer.population.position_shape == (5,)
+        with torch.device("meta"):
+            layer.load_state_dict(layer.state_dict(), assign=True)
+
+    def test_a_dict_in_half_precision_does_not_narrow_the_statistics(self):
+        saved = {k: v.half() if v.is_floating_point() else v for k, v in state(self.trained()).items()}
+        layer = BatchLayerNorm(3)
+        layer.load_state_dict(saved, assign=True)
+        assert layer.weight.dtype == torch.float16
+        assert layer.population.batch_var.dtype == torch.float32
+
+    @pytest.mark.parametrize("bad", [torch.tensor([1, 1]), torch.tensor([1, 1, 1, 7]), None, "TTFF"])
+    def test_a_malformed_configuration_is_refused(self, bad):
+        with pytest.raises(ValueError, match="four uint8 of 0 and 1"):
+            BatchLayerNorm(3).load_state_dict({**state(BatchLayerNorm(3)), "_extra_state": bad})
+
+    def test_a_refused_state_leaves_statistics_and_configuration(self):
+        for options in ({}, {"per_position": False}):
+            layer = BatchLayerNorm(4, **options)
+            layer(torch.randn(6, 4, 5))
+            before = state(layer)
+            with pytest.raises(RuntimeError, match="do not fit a layer of 4 features"):
+                layer.load_state_dict(state(self.trained(**options)))
+            assert_same_state(layer, before)
+
     def test_other_positions_are_refused_with_a_reason(self):
         layer = BatchLayerNorm(3, position_shape=7)
         before = state(layer)
@@ -387,8 +438,12 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"num_features": 0}, "at least 1, got 0"),
-            ({"channel_dim": 0}, "dimension of samples"),
+            ({"num_features": 0}, "an integer of at least 1, got 0"),
+            ({"channel_dim": 0}, "got 0; 0 is that of samples"),
+            ({"channel_dim": 1.5}, "got 1.5"),
+            ({"num_features": "3"}, "an integer of at least 1, got '3'"),
+            ({"momentum": "x"}, "momentum must be"),
+            ({"eps": None}, "eps must be a positive number, got None"),
             ({"eps": 0.0}, "eps must be a positive number, got 0.0"),
             ({"eps": -1e-4}, "eps must be"),
             ({"eps": float("nan")}, "eps must be"),
@@ -417,6 +472,8 @@ class TestBadInput:
             (torch.ones(4, 3, 6, dtype=torch.int32), None, TypeError, "floating point"),
             (torch.ones(4, 3, 6, dtype=torch.cfloat), None, TypeError, "floating point"),
             (torch.randn(4, 3, 6), torch.ones(4, 6), TypeError, "boolean mask"),
+            (torch.randn(4, 3, 6), [[True] * 6] * 4, TypeError, "boolean mask, true at real entries, got list"),
+            (np.ones((4, 3, 6)), None, TypeError, "expected a torch.Tensor as input, got ndarray"),
             (torch.randn(4, 3, 6), torch.ones(4, 3, dtype=torch.bool), ValueError, r"mask of shape \(4, 6\)"),
             (torch.randn(4, 3, 6), torch.zeros(4, 6, dtype=torch.bool), ValueError, "hides every entry"),
         ],

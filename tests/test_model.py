@@ -100,8 +100,13 @@ class TestCalibrate:
         bln.calibrate(model, batches)
         for layer, by_hand, inverse_m in zip((model[2], model[7]), (first, second), remembered, strict=True):
             for name, value in by_hand.population.named_buffers():
-                wanted = inverse_m if name == "inverse_m" else value
-                assert torch.equal(getattr(layer.population, name), wanted), name
+                found = getattr(layer.population, name)
+                if name == "inverse_m":
+                    value = inverse_m
+                elif name in ("updates", "samples"):  # the last row is that of 1/m, which stays that of training
+                    found, value = found[:-1], value[:-1]
+                assert torch.equal(found, value), name
+            assert (layer.population.updates[-1] == 3).all()
             assert layer.momentum == 0.1
         mean = torch.cat([torch.tanh(model[0](batch)) for batch in batches]).mean(0 if per_position else (0, 2, 3))
         wanted = mean.movedim(0, -1) if per_position else mean
@@ -176,9 +181,33 @@ class TestCalibrate:
         model = net()
         model(images())
         before = snapshot(model)
-        with pytest.raises(ValueError, match="layer '2' with finite statistics"):
+        with pytest.raises(ValueError, match="layer '2' never had finite statistics"):
             bln.calibrate(model, [torch.full((4, 1, 6, 6), float("nan"))])
         assert_unchanged(model, before)
+
+    def test_a_layer_that_no_batch_reaches_keeps_its_statistics(self):
+        class Auxiliary(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.main, self.aux = BatchLayerNorm(3), BatchLayerNorm(3)
+
+            def forward(self, x):
+                return self.main(x) + (self.aux(x) if self.training else 0)
+
+        model = Auxiliary()
+        model(torch.randn(4, 3))
+        before = snapshot(model.aux)
+        with pytest.warns(UserWarning, match="no batch reached layer 'aux'"):
+            bln.calibrate(model, [torch.randn(4, 3)])
+        assert_unchanged(model.aux, before)
+
+    def test_single_samples_leave_the_batch_variance_of_training(self):
+        model = nn.Sequential(BatchLayerNorm(3))
+        model(torch.randn(8, 3) * 5)
+        before = model[0].population.batch_var.clone()
+        bln.calibrate(model, [torch.randn(1, 3) for _ in range(4)])
+        assert torch.equal(model[0].population.batch_var, before)
+        assert model[0].population.updates.tolist() == [4, 1, 4, 4, 1]
 
     def test_batches_of_many_kinds(self):
         class Two(nn.Module):

@@ -97,7 +97,7 @@ def test_activation_checkpointing_updates_once(reentrant):
     twin = x.detach().clone().requires_grad_()
     checkpoint(net, x, use_reentrant=reentrant).square().sum().backward()
     plain(twin).square().sum().backward()
-    assert net[2].population.updates.tolist() == [1, 1]
+    assert net[2].population.updates.tolist() == [1] * 5
     same_population(net, plain)
     torch.testing.assert_close(x.grad, twin.grad)
 
@@ -151,6 +151,31 @@ class TestFunctionTransforms:
             for name, buffer in net.named_buffers():
                 torch.testing.assert_close(buffers[name][i], buffer)
 
+    @pytest.mark.parametrize("momentum", [0.1, None])
+    def test_vmap_over_models_that_never_ran(self, momentum):
+        layers = [BatchLayerNorm(4, momentum=momentum) for _ in range(3)]
+        parameters, buffers = stack_module_state(layers)
+        skeleton, x = copy.deepcopy(layers[0]).to("meta"), torch.randn(3, 5, 4)
+        y = vmap(lambda p, b, x: functional_call(skeleton, (p, b), (x,)))(parameters, buffers, x)
+        torch.testing.assert_close(y, torch.stack([layer(x[i]) for i, layer in enumerate(layers)]))
+        torch.testing.assert_close(buffers["population.batch_var"], x.var(1))
+
+    def test_positions_are_not_learned_inside_a_transform_or_an_export(self):
+        layer, x = BatchLayerNorm(4), torch.randn(5, 4, 3)
+        for attempt in (lambda: grad(lambda x: layer(x).sum())(x), lambda: torch.export.export(layer, (x,))):
+            with pytest.raises(ValueError, match=r"position_shape=\(3,\)"):
+                attempt()
+            assert layer.population.position_shape is None
+
+    def test_functional_call_on_a_layer_that_does_not_know_its_positions(self):
+        layer, x = BatchLayerNorm(4), torch.randn(5, 4, 3)
+        buffers = {name: value.clone() for name, value in layer.named_buffers()}
+        functional_call(layer, {**dict(layer.named_parameters()), **buffers}, (x,))
+        assert buffers["population.batch_mean"].shape == (3, 4)
+        assert layer.population.position_shape is None
+        layer(x)
+        torch.testing.assert_close(buffers["population.batch_mean"], layer.population.batch_mean)
+
     def test_functional_call_updates_the_given_buffers_alone(self):
         layer = BatchLayerNorm(5)
         layer(torch.randn(4, 5))
@@ -158,7 +183,7 @@ class TestFunctionTransforms:
         before = copy.deepcopy(layer.population)
         functional_call(layer, {**dict(layer.named_parameters()), **buffers}, (torch.randn(4, 5),))
         same_population(layer.population, before, atol=0, rtol=0)
-        assert buffers["population.updates"].tolist() == [2, 2]
+        assert buffers["population.updates"].tolist() == [2] * 5
 
     @pytest.mark.parametrize("config", [None, "TTFF", "FFFF", "TFTF"])
     def test_per_sample_batches_and_forward_mode(self, config):
@@ -187,7 +212,7 @@ def test_averaged_models_keep_the_statistics_type():
     net(torch.randn(4, 3))
     averaged.update_parameters(net)
     bln.calibrate(averaged, [torch.randn(4, 3)], progress=False)
-    assert averaged.module[1].population.updates.tolist() == [1, 1]
+    assert averaged.module[1].population.updates.tolist() == [1] * 5
 
 
 def test_distributed_data_parallel_with_lazily_shaped_buffers(tmp_path):
@@ -209,7 +234,7 @@ def test_distributed_data_parallel_with_lazily_shaped_buffers(tmp_path):
                 ddp(torch.randn(5, 3, 8)).square().sum().backward()
             assert net[2].population.position_shape == (6,)
             ddp(torch.randn(5, 3, 8))
-            assert net[2].population.updates.tolist() == [[4] * 6] * 2
+            assert net[2].population.updates.tolist() == [[4] * 6] * 5
             gradients = [torch.empty_like(net[2].weight.grad) for _ in range(2)]
             dist.all_gather(gradients, net[2].weight.grad)
             assert torch.equal(*gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -83,16 +82,15 @@ class BatchLayerNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_features < 1:
-            raise ValueError(f"num_features must be at least 1, got {num_features}")
-        if channel_dim == 0:
-            raise ValueError("channel_dim=0 is the dimension of samples; features stand at 1, or last at -1")
-        if not (math.isfinite(eps) and eps > 0):
-            raise ValueError(f"eps must be a positive number, got {eps}: it keeps a constant feature from 0/0")
-        if mix_eps is not None and not 0 <= mix_eps < 1:
-            raise ValueError(f"mix_eps must be None (the same as eps) or in [0, 1), got {mix_eps}")
-        if momentum is not None and not 0 <= momentum <= 1:
-            raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum}")
+        if not isinstance(num_features, int) or num_features < 1:
+            raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
+        if not isinstance(channel_dim, int) or channel_dim == 0:
+            raise ValueError(
+                f"channel_dim must be 1, or -1 for features last, got {channel_dim!r}; 0 is that of samples"
+            )
+        functional.check_eps(eps, mix_eps)
+        if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
+            raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum!r}")
         if isinstance(position_shape, int):
             position_shape = (position_shape,)
         if position_shape is not None and not per_position:
@@ -169,11 +167,23 @@ class BatchLayerNorm(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The configuration, as four uint8, so that a searched model is loaded as it was found."""
-        return torch.tensor([letter == "T" for letter in str(self.config)], dtype=torch.uint8)
+        return torch.tensor([letter == "T" for letter in str(self.config)], dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
         """Take the configuration from a state dict."""
-        self.config = StatisticsConfig(*(bool(switch) for switch in state.tolist()))
+        if isinstance(state, Tensor) and state.is_meta:
+            return
+        switches = state.tolist() if isinstance(state, Tensor) else state
+        if not isinstance(switches, list) or len(switches) != 4 or not set(switches) <= {0, 1}:
+            raise ValueError(f"the state dict's configuration must be four uint8 of 0 and 1, got {state!r}")
+        self.config = StatisticsConfig(*map(bool, switches))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Keep the configuration where the statistics will be refused."""
+        saved = state_dict.get(prefix + "population.batch_mean")
+        if isinstance(saved, Tensor) and saved.shape[-1:] != (self.num_features,):
+            state_dict[prefix + "_extra_state"] = self.get_extra_state()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"

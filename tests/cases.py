@@ -48,7 +48,7 @@ class Case:
 
 
 @st.composite
-def cases(draw, dtypes=DTYPES, features=None, rank=None):
+def cases(draw, dtypes=DTYPES, features=None, rank=None, masked=None):
     """A case with fresh numbers: shapes from 1 on, deviations and means over some orders of magnitude."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     n, d = draw(st.integers(1, 7)), features or draw(st.integers(1, 9))
@@ -67,7 +67,7 @@ def cases(draw, dtypes=DTYPES, features=None, rank=None):
         return torch.randn(d, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
 
     mask = None
-    if draw(st.booleans()):
+    if draw(st.booleans()) if masked is None else masked:
         mask = torch.rand([n, *positions], generator=generator) < draw(st.sampled_from([0.3, 0.8]))
         mask.view(-1)[draw(st.integers(0, mask.numel() - 1))] = True
         hidden = ~mask.unsqueeze(channel_dim).expand(shape)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Literal, overload
 
 import torch
@@ -97,15 +100,15 @@ def batch_layer_norm(
     for other in (weight, bias, population and population.batch_mean):
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     gamma, beta = (None if p is None else p.to(dtype) for p in (weight, bias))
-    wide = x.to(dtype)
 
     if population is None and mask is None:
         w_B, w_F = formula.weights(1 / x.shape[0], mix_eps, x.shape[channel_dim], dim_scale)
-        y, statistics = native.train(
-            wide, gamma, beta, channel_dim=channel_dim, per_position=per_position, eps=eps, w_B=w_B, w_F=w_F
-        )
+        kernels = _kernels(x)
+        fast = kernels is not None and kernels.usable(x, weight, bias)
+        train, tensors = (kernels.train, (x, weight, bias)) if fast else (native.train, (x.to(dtype), gamma, beta))
+        y, statistics = train(*tensors, channel_dim=channel_dim, per_position=per_position, eps=eps, w_B=w_B, w_F=w_F)
     else:
-        rows = wide.movedim(channel_dim, -1)
+        rows = x.to(dtype).movedim(channel_dim, -1)
         if mask is not None:
             rows = torch.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
         if population is None:
@@ -121,6 +124,19 @@ def batch_layer_norm(
     y = y.to(x.dtype)
     y = y.contiguous() if x.is_contiguous() else y  # as it came: people call .view() on it
     return (y, Statistics(*(s.detach() for s in statistics))) if return_statistics else y
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """The Triton kernels, for a GPU that has Triton; a compiler does better with the operators."""
+    return _import_kernels() if x.is_cuda and not torch.compiler.is_compiling() else None
+
+
+@cache
+def _import_kernels() -> ModuleType | None:
+    try:
+        return import_module("bln.kernels")
+    except ImportError:
+        return None
 
 
 def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:

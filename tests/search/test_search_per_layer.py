@@ -31,7 +31,9 @@ def letters(model, row):
     return (str(row.config),) * len(bln.layers(model))
 
 
-@pytest.mark.parametrize("make, train, batches", [(dense, TRAIN, BATCHES), (conv, *IMAGES), (Residual, TRAIN, BATCHES)])
+@pytest.mark.parametrize(
+    ("make", "train", "batches"), [(dense, TRAIN, BATCHES), (conv, *IMAGES), (Residual, TRAIN, BATCHES)]
+)
 def test_against_all_256(make, train, batches):
     model = trained(make(), train)
     expected = {a: brute_force(model, batches, a) for a in all_assignments(model)}

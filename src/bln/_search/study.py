@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +51,7 @@ def explore(
         next(bar, None)
 
         def objective(trial: Any) -> float:
+            trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
             chosen = tuple(StatisticsConfig.parse(trial.suggest_categorical(name, _CHOICES)) for name in names)
             [cost] = costs([chosen], f"trial {trial.number}")
             return math.inf if math.isnan(cost) else cost  # a NaN would fail the trial, and another be asked for
@@ -85,7 +89,16 @@ def _quiet(optuna: Any) -> Iterator[None]:
 @contextmanager
 def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
     """The storage behind a URL, let go of afterwards."""
-    opened = optuna.storages.get_storage(storage)
+    from sqlalchemy.exc import SQLAlchemyError
+
+    for wait in (0.1, 0.5, 2.0, None):
+        try:
+            opened = optuna.storages.get_storage(storage)
+            break
+        except SQLAlchemyError:  # two processes that create its tables at once: one of them finds them half made
+            if wait is None:
+                raise
+            time.sleep(wait)
     try:
         yield opened
     finally:

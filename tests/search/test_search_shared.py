@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bln
+from bln._search import groups
 
 SIZES = (7, 7, 7, 4)
 
@@ -25,11 +26,24 @@ def masked_data(sizes, seed=0):
     return batches
 
 
+def middle():
+    norms = bln.BatchLayerNorm(3, channel_dim=2), bln.BatchLayerNorm(3, channel_dim=-2, per_position=False)
+    return nn.Sequential(norms[0], nn.Tanh(), norms[1], nn.Flatten(), nn.Linear(60, 3))
+
+
+def wide():
+    """So wide that its copies are not normalized all at once."""
+    norms = bln.BatchLayerNorm(8), bln.BatchLayerNorm(8, per_position=False)
+    return nn.Sequential(nn.Conv2d(2, 8, 1), norms[0], nn.Tanh(), norms[1], nn.Flatten(), nn.Linear(12800, 3))
+
+
 CASES = {
     "dense": (dense, data((9, 9), seed=1), data(SIZES, shift=0.3)),
     "deep": (deep, data((9, 9), seed=1), data(SIZES, shift=0.3)),
     "conv": (conv, data((9, 9), (2, 6, 6), seed=1), data(SIZES, (2, 6, 6), shift=0.3)),
     "pooled": (lambda: conv(False), data((9, 9), (2, 6, 6), seed=1), data(SIZES, (2, 6, 6), shift=0.3)),
+    "features in the middle": (middle, data((9, 9), (4, 3, 5), seed=1), data(SIZES, (4, 3, 5), shift=0.3)),
+    "in slices": (wide, data((9, 9), (2, 40, 40), seed=1), data(SIZES, (2, 40, 40), shift=0.3)),
     "residual": (Residual, data((9, 9), seed=1), data(SIZES, shift=0.3)),
     "masked": (Masked, masked_data((9, 9), 1), masked_data(SIZES)),
     "masked, pooled": (lambda: Masked(False), masked_data((9, 9), 1), masked_data(SIZES)),
@@ -42,6 +56,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_sixteen_equal_separate_evaluations(case):
     make, train, batches = CASES[case]
+    if case == "in slices":
+        assert 16 * 7 * 12800 > groups._CPU_SLICE > 7 * 12800
     model = trained(make(), train)
     result = bln.search(model, batches, loss=F.cross_entropy)
     assert result.mode != "separate"  # else it would be compared with itself

@@ -24,6 +24,9 @@ Assignment = tuple[StatisticsConfig, ...]
 """One configuration for each BLN layer, in the order of ``bln.layers``."""
 
 _BATCH_ONLY = StatisticsConfig.parse("FFTT")
+_CPU_SLICE = 2**17
+"""Numbers in a temporary tensor on the CPU. Larger ones leave the cache, and the allocator hands them back to the
+system and takes them again, page by page, at every operation."""
 
 
 @contextmanager
@@ -155,26 +158,52 @@ def _normalize(
         mask = mask.reshape(*parts, *mask.shape[1:]).movedim(2, 0)
         rows = torch.where(mask[..., None], rows, 0)
 
+    n, _, batches = rows.shape[:3]
+    result = rows.new_empty(len(configs), batches, n, *x.shape[1:])
+    y = result.movedim(2 + channel_dim, -1).movedim(2, 0)
+    some = len(configs) if rows.device.type != "cpu" else max(1, _CPU_SLICE // y[:, 0].numel())
+    everything = _current(rows, mask, layer.per_position, _asked(configs)) if copies == 1 else None
+    for start in range(0, len(configs), some):
+        at = slice(start, start + some)
+        of = slice(None) if copies == 1 else at
+        y[:, at] = _transform(
+            layer, rows[:, of], None if mask is None else mask[:, of], configs[at], everything, channel_dim
+        )
+    return result.flatten(0, 2).to(x.dtype)
+
+
+def _transform(
+    layer: BatchLayerNorm,
+    rows: Tensor,
+    mask: Tensor | None,
+    configs: Sequence[StatisticsConfig],
+    current: Statistics | None,
+    channel_dim: int,
+) -> Tensor:
+    """Eqs 18-25 of some copies."""
     positions = tuple(rows.shape[3:-1])
-    asked = StatisticsConfig(*(all(switches) for switches in zip(*map(_switches, configs), strict=True)))
-    current = _current(rows, mask, layer.per_position, asked)
+    if current is None:
+        current = _current(rows, mask, layer.per_position, _asked(configs))
     population = layer.population.statistics(positions if layer.per_position else (), _count(rows, mask, layer))
     if len(set(configs)) == 1:
-        statistics = formula.choose(configs[0], current, population)
+        s = formula.choose(configs[0], current, population)
     else:
-        statistics = formula.choose(_as_tensors(configs, rows), current, population, torch.where)
-
-    gamma, beta = (None if p is None else p.to(dtype) for p in (layer.weight, layer.bias))
+        s = formula.choose(_as_tensors(configs, rows), current, population, torch.where)
+    if layer.per_position and s.batch_mean.dim() > len(
+        positions
+    ):  # in the order of the input's memory, else each operation walks through it in strides
+        at = channel_dim - 2 - len(positions)
+        mean, var = (v.movedim(-1, at).contiguous().movedim(at, -1) for v in (s.batch_mean, s.batch_var))
+        s = s._replace(batch_mean=mean, batch_var=var)
+    gamma, beta = (None if p is None else p.to(rows.dtype) for p in (layer.weight, layer.bias))
     mix_eps = layer.eps if layer.mix_eps is None else layer.mix_eps
-    y: Tensor = formula.transform(
-        rows, statistics, gamma, beta, eps=layer.eps, mix_eps=mix_eps, dim_scale=layer.dim_scale
-    )
-    if mask is not None:
-        y = torch.where(mask[..., None], y, 0)
-    if y.shape[1] != len(configs):  # population statistics alone, alike in all: nothing set the copies apart
-        y = y.expand(-1, len(configs), *y.shape[2:])
-    y = y.movedim(0, 2).flatten(0, 2).movedim(-1, channel_dim).to(x.dtype)
-    return y.contiguous() if x.is_contiguous() else y
+    y: Tensor = formula.transform(rows, s, gamma, beta, eps=layer.eps, mix_eps=mix_eps, dim_scale=layer.dim_scale)
+    return y if mask is None else torch.where(mask[..., None], y, 0)
+
+
+def _asked(configs: Sequence[StatisticsConfig]) -> StatisticsConfig:
+    """Current where any asks for it."""
+    return StatisticsConfig(*(all(switches) for switches in zip(*map(_switches, configs), strict=True)))
 
 
 def _switches(config: StatisticsConfig) -> tuple[bool, bool, bool, bool]:

@@ -182,11 +182,12 @@ class Evaluator:
         )
 
     def _scores(self, results: Iterator[tuple[Any, Any]]) -> tuple[Tensor, int]:
+        kind = torch.float32 if self._device.type == "mps" else torch.float64  # which knows no other
         rows, samples = [], 0
         for outputs, targets in results:
-            rows.append(torch.stack(self.measure(outputs, targets)))
+            rows.append(torch.stack([value.to(self._device, kind) for value in self.measure(outputs, targets)]))
             samples = samples or length(targets, outputs)
-        return torch.stack(rows).cpu(), samples
+        return torch.stack(rows).cpu().double(), samples
 
     # ---- finding the way
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -212,9 +213,14 @@ def _switches(config: StatisticsConfig) -> tuple[bool, bool, bool, bool]:
 
 def _as_tensors(configs: Sequence[StatisticsConfig], rows: Tensor) -> Switches:
     """The switches of each copy, shaped to meet the statistics of ``rows``."""
-    table = torch.tensor([_switches(config) for config in configs], device=rows.device).unbind(1)
+    table = _table(tuple(configs), rows.device)
     ones = [1] * (rows.dim() - 3)  # mini-batches and positions
     return Switches(*(s.reshape(-1, *ones, 1) for s in table[:2]), *(s.reshape(-1, *ones) for s in table[2:]))
+
+
+@lru_cache(256)  # a device would have to wait for them each time
+def _table(configs: tuple[StatisticsConfig, ...], device: torch.device) -> tuple[Tensor, ...]:
+    return torch.tensor([_switches(config) for config in configs], device=device).unbind(1)
 
 
 def _current(rows: Tensor, mask: Tensor | None, per_position: bool, asked: StatisticsConfig) -> Statistics:

@@ -46,7 +46,7 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
             f"'accuracy' is for outputs (N, classes, ...) and class targets (N, ...), or outputs (N,) or (N, 1) and "
             f"targets of 0 and 1; got {tuple(outputs.shape)} and {tuple(targets.shape)}. Pass a function instead"
         )
-    return (predicted == targets).double().mean().float()
+    return (predicted == targets).float().mean()
 
 
 _NAMED: dict[str, Function] = {"accuracy": accuracy}
@@ -91,7 +91,7 @@ def _scalar(value: Any, name: str) -> Tensor:
             f"{name} must return a scalar, the mean over the batch, got a tensor of shape {tuple(value.shape)}; "
             "try reduction='mean', or .mean() at its end"
         )
-    return value.detach().reshape(()).double()
+    return value.detach().reshape(())
 
 
 class Tally:

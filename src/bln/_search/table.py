@@ -37,7 +37,14 @@ def _number(value: float, error: float = math.nan) -> str:
 
 def _move(given: Score, other: Score) -> str:
     moves = [other.loss - given.loss, *(other.metrics[name] - given.metrics[name] for name in given.metrics)]
-    return " / ".join("NaN" if math.isnan(move) else f"{move:+.3f}" for move in moves)
+    return " / ".join(_signed(move, 3) for move in moves)
+
+
+def _signed(value: float, digits: int) -> str:
+    """With its sign, but a 0 without."""
+    if math.isnan(value):
+        return "NaN"
+    return f"{value:+.{digits}f}" if abs(value) >= 0.5 * 10**-digits else "0"
 
 
 def _layout(result: SearchResult) -> _Layout:
@@ -54,7 +61,7 @@ def _layout(result: SearchResult) -> _Layout:
         cells += [_number(row.metrics[name], row.metrics_error[name]) for name in metrics]
         if calibrated:
             before = row.uncalibrated
-            cells.append("" if before is None else f"{_number(before.loss)} ({row.loss - before.loss:+.4f})")
+            cells.append("" if before is None else f"{_number(before.loss)} ({_signed(row.loss - before.loss, 4)})")
         for name in arrangements:
             other = row.rebatched.get(name)
             cells.append("" if other is None else _move(row.score, other) + " !" * (name in row.collapses))

@@ -101,6 +101,8 @@ def test_other_modules_that_couple_samples_are_separate(other):
     else:
         trained(model, TRAIN)
     assert check(model) == "separate"
+    notes = bln.search(model, BATCHES, loss=F.cross_entropy).notes
+    assert any("something else in the model depends on the batch" in note for note in notes)
 
 
 class Stored(nn.Module):
@@ -135,7 +137,7 @@ def test_the_clock_decides_where_the_first_batches_show_no_gain(monkeypatch):
     monkeypatch.setattr(Evaluator, "_copied", slow)
     result = bln.search(model, BATCHES, loss=F.cross_entropy)
     assert result.mode == "separate"
-    assert any("no faster" in note for note in result.notes)
+    assert any("no faster on the first batches" in note for note in result.notes)
     for row in result:
         assert row.loss == pytest.approx(brute_force(model, BATCHES, [str(row.config)] * 2), rel=ROUNDING)
 

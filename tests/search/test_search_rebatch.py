@@ -218,3 +218,35 @@ def test_calibration_of_a_net_that_knows_no_positions_yet():
     result.apply(model)
     assert model[1].population.position_shape == (4, 4)
     assert not math.isnan(result.best.loss)
+
+
+class WithTable(nn.Module):
+    """The first argument holds no samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = dense()
+
+    def forward(self, table, x):
+        return self.net(x + table.mean())
+
+
+def test_an_argument_without_samples_stays_as_it_is():
+    table = torch.ones(3, dtype=torch.float64)
+    model = WithTable().double()
+    model.net = trained(model.net, TRAIN)
+    batches = [({"table": table, "x": x}, targets) for x, targets in BATCHES]
+    ours = bln.search(model, batches, loss=F.cross_entropy, rebatch=True)
+    plain = bln.search(model.net, [(x + 1, t) for x, t in BATCHES], loss=F.cross_entropy, rebatch=True)
+    for row in ours:
+        for name, score in row.rebatched.items():
+            assert score.loss == pytest.approx(plain[str(row.config)].rebatched[name].loss, rel=ROUNDING)
+
+
+def test_targets_without_samples_cannot_be_rebatched():
+    model = trained(dense(), TRAIN)
+    batches = [(x, torch.arange(3 * len(x)) % 3) for x, _ in BATCHES]  # three for each sample
+    loss = lambda outputs, targets: F.cross_entropy(outputs.repeat_interleave(3, 0), targets)  # noqa: E731
+    assert len(bln.search(model, batches, loss=loss)) == 16
+    with pytest.raises(ValueError, match="no input has 21 of them, as many as there are targets"):
+        bln.search(model, batches, loss=loss, rebatch=True)

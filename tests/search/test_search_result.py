@@ -4,6 +4,10 @@ import csv
 import io
 import json
 import math
+import os
+import pty
+import re
+import subprocess
 import sys
 
 import pytest
@@ -193,3 +197,45 @@ def test_training_continues_with_the_winner():
     )  # fmt: skip
     other.load_state_dict(model.state_dict())
     assert loss_of(other, test) == loss_of(model, test)
+
+
+def test_a_calibrated_result_is_for_the_layers_it_knows(model):
+    calibrated = bln.search(model, BATCHES, loss=F.cross_entropy, calibrate=TRAIN)
+    with pytest.raises(ValueError, match=r"calibrated layers \['2', '5'\], but this model also has \['0'\]"):
+        calibrated.apply(nn.Sequential(bln.BatchLayerNorm(3)))
+
+
+TERMINAL = """
+import torch, bln
+from search_nets import data, dense, trained
+torch.manual_seed(0)
+model = trained(dense(), data((9, 9), seed=1))
+loss = torch.nn.functional.cross_entropy
+options = {"per_layer": True, "rebatch": True, "calibrate": data((9, 9), seed=3)}
+print(bln.search(model, data((7,) * 9, shift=0.3), loss=loss, **options))
+bln.search(model, data((7,) * 9, shift=0.3), loss=loss, per_layer=True, sampler="random", trials=4)
+"""
+
+
+def test_a_terminal_sees_a_progress_bar_and_a_rich_table():
+    ours, theirs = pty.openpty()
+    folder = os.path.dirname(__file__)
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "160", "PYTHONPATH": folder}
+    process = subprocess.Popen([sys.executable, "-c", TERMINAL], stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 65536)
+        except OSError:  # that is how a terminal ends
+            break
+    os.close(ours)
+    assert process.wait() == 0, shown.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert text != shown.decode()  # there was colour
+    assert "search" in text
+    assert "study bln.search" in text
+    assert "━" in text  # the bar
+    assert "0:00:00" in text  # the time left
+    assert "┃ config" in text  # the table
+    assert "The best combination of layers" in text

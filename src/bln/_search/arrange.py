@@ -41,7 +41,7 @@ class _Samples:
 
     def __init__(self, batches: Sequence[Any]) -> None:
         flat, specs = zip(*map(pytree.tree_flatten, batches), strict=True)
-        lengths = [length(batch) for batch in batches]
+        lengths = [samples_in(batch) for batch in batches]
         if any(spec != specs[0] for spec in specs):
             raise ValueError("rebatch=True puts samples of all batches together, but batches differ in structure")
         self._spec = specs[0]
@@ -56,6 +56,11 @@ class _Samples:
                 )
             self._leaves.append(torch.cat(leaves) if held else leaves[0])
             self._held.append(held)
+        if _is_pair(batches[0]) and not any(self._held[: len(pytree.tree_leaves(batches[0][0]))]):
+            raise ValueError(
+                f"rebatch=True puts samples of all batches together, but no input has {lengths[0]} of them, as many as "
+                "there are targets; give targets with a first dimension of samples, or leave rebatch=False"
+            )
         self.number = sum(lengths)
 
     def take(self, index: Tensor) -> Any:
@@ -72,7 +77,7 @@ def arrangements(batches: Sequence[Any], seed: int = 0) -> list[Arrangement]:
     Sorting by label takes targets with one value for each sample; others are not sorted.
     """
     samples = _Samples(batches)
-    size = length(batches[0])
+    size = samples_in(batches[0])
     shuffled = torch.randperm(samples.number, generator=torch.Generator().manual_seed(seed))
     found = [Arrangement("shuffled", _Batches(samples, shuffled, size))]
     labels = _labels(batches)
@@ -83,7 +88,7 @@ def arrangements(batches: Sequence[Any], seed: int = 0) -> list[Arrangement]:
 
 
 def _labels(batches: Sequence[Any]) -> Tensor | None:
-    targets = [batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None for batch in batches]
+    targets = [batch[1] if _is_pair(batch) else None for batch in batches]
     if all(isinstance(t, Tensor) and t.dim() and t.numel() == len(t) for t in targets):
         return torch.cat([t.reshape(-1).cpu() for t in targets if t is not None])
     return None
@@ -91,15 +96,24 @@ def _labels(batches: Sequence[Any]) -> Tensor | None:
 
 def first(batch: Any, number: int) -> Any:
     """The first samples of a mini-batch."""
-    n = length(batch)
+    n = samples_in(batch)
     return pytree.tree_map(lambda leaf: leaf[:number] if _holds(leaf, n) else leaf, batch)
 
 
 def one_by_one(batch: Any) -> Iterator[Any]:
     """The samples of a mini-batch, each as a mini-batch of its own."""
-    n = length(batch)
+    n = samples_in(batch)
     for at in range(n):
         yield pytree.tree_map(lambda leaf, at=at: leaf[at : at + 1] if _holds(leaf, n) else leaf, batch)
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a mini-batch has: as many as targets, if it is ``(inputs, targets)``."""
+    return length(batch[1], batch[0]) if _is_pair(batch) else length(batch)
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) == 2
 
 
 def _holds(leaf: Any, n: int) -> bool:

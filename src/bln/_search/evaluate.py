@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -49,7 +49,6 @@ class Evaluator:
         layers: Its BLN layers.
         measure: The loss and metrics.
         step: ``step(model, batch) -> (outputs, targets)``, or ``None`` for batches of ``(inputs, targets)``.
-        note: Called with what the user should know.
     """
 
     def __init__(
@@ -58,13 +57,12 @@ class Evaluator:
         layers: Sequence[BatchLayerNorm],
         measure: Measure,
         step: models.Step | None,
-        note: Callable[[str], None],
     ) -> None:
         self.model = model
         self.layers = layers
         self.measure = measure
-        self.note = note
-        self.width: int | None = None  # assignments that fit in memory together
+        self.width: int | None = None  # assignments that fit in memory together, once more did not
+        self.slower = False  # together than separately, on the first batches
         self._step = step
         self._device = next(chain(model.parameters(), model.buffers())).device
         self._ways: dict[tuple[int, bool], Way] = {}
@@ -176,10 +174,6 @@ class Evaluator:
         self.width = tried // 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self.note(
-            f"{tried} copies of a batch did not fit in memory: {self.width} configurations run together. Samples are "
-            "never split, since they share statistics."
-        )
 
     def _scores(self, results: Iterator[tuple[Any, Any]]) -> tuple[Tensor, int]:
         kind = torch.float32 if self._device.type == "mps" else torch.float64  # which knows no other
@@ -206,7 +200,8 @@ class Evaluator:
         values = self._scores((output, targets) for output in outputs)
         way = self._equal_way(batch, assignments, single, outputs, values[0])
         if way.mode != "separate":  # the check was the first pass and warmed up; as the median leaves out a first run
-            way.on_trial = self._time(self._together(way, batch, assignments, single)) > len(times) * median(times)
+            together = min(self._time(self._together(way, batch, assignments, single)) for _ in range(2))
+            way.on_trial = together > len(times) * median(times)
         return way, values
 
     def _find_single(self, probes: Any, assignments: Sequence[Assignment]) -> Way:
@@ -251,12 +246,11 @@ class Evaluator:
         return tuple(ours != theirs for ours, theirs in lengths)
 
     def _second_trial(self, way: Way, batch: Any, assignments: Sequence[Assignment]) -> tuple[Tensor, int]:
-        together = self._time(self._together(way, batch, assignments, False))
+        together = min(self._time(self._together(way, batch, assignments, False)) for _ in range(2))
         separately = self._time(self._separately(batch, assignments))
         way.on_trial = False
         if together > separately:
-            self.note(f"Running the configurations together ({way.mode}) was no faster here, so they run separately.")
-            way.mode = "separate"
+            way.mode, self.slower = "separate", True
         return self._run(way, batch, assignments, False)
 
     def _time(self, results: Iterator[tuple[Any, Any]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,7 @@ class Objective:
         self.held: list[Any] = []
         self.arrangements: list[Arrangement] = []
         self._robust = robust
-        self._progress = progress
+        self.progress = progress
 
     @property
     def shared(self) -> list[Assignment]:
@@ -57,14 +58,15 @@ class Objective:
         After a calibration each mini-batch is scored with the statistics as found, too.
         """
         tally, before = Tally(self.evaluator.measure.metrics), Tally(self.evaluator.measure.metrics)
-        for batch in self._track(batches, "search"):
-            tally.add(*self.evaluator(batch, self.shared))
-            if calibrated is not None:
-                self._restore(found)
-                before.add(*self.evaluator(batch, self.shared))
-                self._restore(calibrated)
-            if hold:
-                self.held.append(batch)
+        with self._tracked(batches, "search") as tracked:
+            for batch in tracked:
+                tally.add(*self.evaluator(batch, self.shared))
+                if calibrated is not None:
+                    self._restore(found)
+                    before.add(*self.evaluator(batch, self.shared))
+                    self._restore(calibrated)
+                if hold:
+                    self.held.append(batch)
         if not tally.batches:
             raise ValueError("search got no batches; was the iterable used up before?")
         old = before.scores() if calibrated is not None else [None] * len(self.shared)
@@ -99,12 +101,14 @@ class Objective:
         if not assignments:
             return []
         tally = Tally(self.evaluator.measure.metrics)
-        for batch in self._track(batches, what):
-            tally.add(*self.evaluator(batch, assignments, single=single))
+        with self._tracked(batches, what) as tracked:
+            for batch in tracked:
+                tally.add(*self.evaluator(batch, assignments, single=single))
         return tally.scores()
 
-    def _track(self, batches: Iterable[Any], what: str) -> Iterable[Any]:
-        return track(batches, what) if self._progress else batches
+    def _tracked(self, batches: Iterable[Any], what: str) -> AbstractContextManager[Iterable[Any]]:
+        """With a progress bar, which is gone before an exception is printed."""
+        return closing(track(batches, what)) if self.progress else nullcontext(batches)
 
     def row(self, assignment: Assignment) -> Row:
         """What is known of an assignment, for the result."""

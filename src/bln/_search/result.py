@@ -166,6 +166,11 @@ class SearchResult:
         if which is None:
             which = self.best
         row = which if isinstance(which, Row) else self._find(which)
+        if self.statistics is not None and (unknown := layers(model).keys() - self.statistics.keys()):
+            raise ValueError(
+                f"the search calibrated layers {list(self.statistics)}, but this model also has {sorted(unknown)}; "
+                "apply to the model that was searched, or bln.configure(model, ...) and bln.calibrate it"
+            )
         configure(model, which.config if isinstance(which, Row) else which)
         for name, layer in layers(model).items() if self.statistics is not None else ():
             positions, values = (self.statistics or {})[name]

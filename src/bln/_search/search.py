@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,8 +83,8 @@ def search(
         >>> for x, _ in train:
         ...     y = model(x)
         >>> result = bln.search(model, validation, loss=nn.functional.cross_entropy, metrics="accuracy")
-        >>> len(result), result.mode
-        (16, 'grouped')
+        >>> len(result)
+        16
         >>> row = result.apply(model)
         >>> model[2].config == row.config
         True
@@ -104,7 +104,7 @@ def search(
             models.calibrate(model, calibrate, step=step, progress=progress)
             calibrated = [layer.population.snapshot() for layer in found.values()]
 
-        evaluator = Evaluator(model, list(found.values()), measure, step, notes.append)
+        evaluator = Evaluator(model, list(found.values()), measure, step)
         objective = Objective(evaluator, list(found), robust, progress)
         tally = objective.first_pass(batches, per_layer or rebatch, as_found, calibrated)
         if rebatch:
@@ -117,8 +117,7 @@ def search(
                 objective.rebatch([objective.assignment(best)], "rebatch the best")
 
     statistics = dict(zip(found, calibrated, strict=True)) if calibrated is not None else None
-    result = _result(objective, tally, robust, tuple(notes), statistics)
-    return result
+    return _result(objective, tally, robust, notes, statistics)
 
 
 def _search_layers(
@@ -131,6 +130,7 @@ def _search_layers(
         descend(start, names, objective.costs)
         return
     wanted = 16 * len(names) if trials is None else trials
+    objective.progress = False  # the study has a bar of its own
     best, known = explore(
         shared,
         names,
@@ -146,7 +146,7 @@ def _search_layers(
         notes.append(f"The study {study!r} was resumed: it had {known} finished trials of {wanted}.")
 
 
-def _result(objective: Objective, tally: Tally, robust: bool, notes: tuple[str, ...], statistics: Any) -> SearchResult:
+def _result(objective: Objective, tally: Tally, robust: bool, notes: Sequence[str], statistics: Any) -> SearchResult:
     rows = ranked([objective.row(assignment) for assignment in objective.outcomes], robust)
     evaluator = objective.evaluator
     said = list(notes)
@@ -172,8 +172,18 @@ def _result(objective: Objective, tally: Tally, robust: bool, notes: tuple[str, 
         )
     if useless := sum(math.isnan(row.loss) for row in rows):
         said.append(f"{useless} configurations have a NaN loss and come last.")
-    if evaluator.mode == "separate":
-        said.append("The configurations ran separately: together they gave other outputs, or took longer.")
+    if evaluator.width is not None:
+        said.append(
+            f"{len(objective.shared)} copies of a batch did not fit in memory: {evaluator.width} configurations ran "
+            "together. Samples were not split, since they share statistics."
+        )
+    if evaluator.mode == "separate" and not evaluator.slower:
+        said.append(
+            "The configurations ran separately, since together they gave other outputs: something else in the model "
+            "depends on the batch."
+        )
+    if evaluator.slower:
+        said.append("The configurations ran separately, since together they were no faster on the first batches.")
     if objective.arrangements and not any(a.name == "sorted" for a in objective.arrangements):
         said.append("Not sorted by label: targets do not hold one value for each sample.")
     if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:

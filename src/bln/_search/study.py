@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from ..config import StatisticsConfig
@@ -47,8 +47,7 @@ def explore(
         _give(optuna, the, shared, names)
         found = _finished(optuna, the)
         left = range(trials - found)
-        bar = iter(track(left, f"study {study}") if progress else left)
-        next(bar, None)
+        bar = track(left, f"study {study}") if progress else (at for at in left)
 
         def objective(trial: Any) -> float:
             trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
@@ -62,7 +61,9 @@ def explore(
                 the.stop()
 
         if left:
-            the.optimize(objective, callbacks=[count])
+            with closing(bar):
+                next(bar)
+                the.optimize(objective, callbacks=[count])
         best = the.best_trial.params
     return tuple(StatisticsConfig.parse(best[name]) for name in names), found
 

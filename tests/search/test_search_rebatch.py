@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import bln
+from bln._search import Row
+from bln._search.scores import Score
 
 TRAIN, BATCHES = data((9, 9), seed=1), data((7, 7, 4), shift=0.3)
 
@@ -111,6 +113,23 @@ def test_the_batch_mean_is_the_label_where_requests_come_sorted():
     assert "E_B = F makes a prediction depend" in shown
     assert "FFFF (sorted, single)" in shown
     assert shown.split("\n- ")[0].count(" !") == 12  # in the table: eight sorted, four one at a time
+
+
+@pytest.mark.parametrize(
+    ("metric", "error", "moved", "collapses"),
+    [(0.9, 0.01, 0.7, True), (0.9, 0.01, 0.8, False), (0.9, 0.1, 0.7, False), (0.9, math.nan, 0.7, True)],
+)
+def test_a_collapse_is_a_fifth_of_the_first_metric_beyond_noise(metric, error, moved, collapses):
+    given = Score(0.3, 0.01, {"accuracy": metric, "other": 1.0}, {"accuracy": error, "other": 0.0})
+    other = Score(0.3, 0.01, {"accuracy": moved, "other": 0.0}, {"accuracy": error, "other": 0.0})
+    row = Row(bln.StatisticsConfig.parse("FFFF"), given, {"sorted": other})
+    assert row.collapses == (("sorted",) if collapses else ())
+
+
+@pytest.mark.parametrize(("moved", "collapses"), [(0.4, False), (0.5, True), (math.nan, True)])
+def test_without_metrics_a_collapse_is_half_the_loss_on_top(moved, collapses):
+    row = Row(bln.StatisticsConfig.parse("FFFF"), Score(0.3, 0.01), {"single": Score(moved, 0.01)})
+    assert bool(row.collapses) == collapses
 
 
 def test_robust_ranks_by_the_worst_case():

@@ -23,9 +23,9 @@ from .scores import Score
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
-_LOST, _GROWN = 0.2, 0.5
-"""A configuration collapses where it loses a fifth of its first metric or, without metrics, its loss grows by half.
-Reviews of IMDB sorted by label cost FFxx a third of its accuracy, .77 to .50, which is chance."""
+_LOST, _GROWN, _ERRORS = 0.2, 0.5, 3
+"""A configuration collapses where it loses a fifth of its first metric or, without metrics, its loss grows by half, and
+that is three standard errors or more. IMDB sorted by label costs FFxx a third, from .77 to .50, which is chance."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,12 @@ def _ruined(given: Score, other: Score) -> bool:
     if math.isnan(other.loss):
         return True
     for name, value in given.metrics.items():  # the first decides
-        return other.metrics[name] < value - _LOST * abs(value)
-    return other.loss > given.loss + _GROWN * abs(given.loss)
+        return value - other.metrics[name] > _much(_LOST * abs(value), given.metrics_error[name])
+    return other.loss - given.loss > _much(_GROWN * abs(given.loss), given.loss_error)
+
+
+def _much(share: float, error: float) -> float:
+    return share if math.isnan(error) else max(share, _ERRORS * error)
 
 
 @dataclass(frozen=True, repr=False)

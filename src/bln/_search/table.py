@@ -117,15 +117,15 @@ def rich(result: SearchResult) -> Any:
     from rich.text import Text
 
     layout = _layout(result)
-    grid = Table(*layout.columns, title=layout.title, title_justify="left")
+    grid = Table(*layout.columns)  # titles stand above: a table's own is wrapped to its width
     for cells, style in layout.lines:
         grid.add_row(*cells, style=style)
-    parts: list[Any] = [grid]
+    parts: list[Any] = [Text(layout.title, style="italic"), grid]
     if choices := _choices(result):
-        chosen = Table("layer", "config", title="The best combination of layers", title_justify="left")
+        chosen = Table("layer", "config")
         for choice in choices:
             chosen.add_row(*choice)
-        parts.append(chosen)
+        parts += [Text("The best combination of layers", style="italic"), chosen]
     return Group(*parts, *(Text(f"- {note}") for note in layout.notes))
 
 

@@ -43,6 +43,16 @@ def test_arrangements_equal_the_long_way(make):
     assert result["FFFF"].rebatched["single"].loss != pytest.approx(result["FFFF"].loss, rel=1e-3)
 
 
+@pytest.mark.parametrize("make", [dense, Residual])
+def test_single_samples_run_together(make):
+    model, rows = trained(make(), TRAIN), []
+    last = list(model.modules())[-1]
+    last.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    bln.search(model, BATCHES, loss=F.cross_entropy, rebatch=True)
+    assert rows.count(1) == 4 * 16  # the samples by which that is tried
+    assert rows[-3:] == [16 * 7, 16 * 7, 16 * 4]
+
+
 def test_population_batch_statistics_do_not_move():
     result = bln.search(trained(dense(), TRAIN), BATCHES, loss=F.cross_entropy, rebatch=True)
     for row in result:

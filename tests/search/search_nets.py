@@ -75,7 +75,7 @@ class Masked(nn.Module):
     def forward(self, x, mask):
         x = self.first(torch.tanh(self.embed(x)), mask)
         x = self.second(torch.relu(self.mix(x)), mask)
-        return self.head(x.sum(1) / mask.sum(1, keepdim=True))
+        return self.head(x.sum(1))
 
 
 def trained(model, batches, dtype=torch.float64):

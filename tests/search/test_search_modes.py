@@ -121,6 +121,18 @@ def test_an_exception_with_copies_means_the_next_mode():
     assert check(trained(Stored(), TRAIN)) == "tiled"
 
 
+def test_a_model_that_returns_nothing_is_separate():
+    model = trained(dense(), TRAIN)
+
+    def step(model, batch):
+        x, targets = batch
+        return None, F.cross_entropy(model(x), targets)
+
+    result = bln.search(model, BATCHES[:1], loss=lambda outputs, targets: targets, step=step)
+    assert result.mode == "separate"
+    assert result["FTFF"].loss == pytest.approx(brute_force(model, BATCHES[:1], ["FTFF"] * 2), rel=ROUNDING)
+
+
 def test_the_clock_decides_where_the_first_batches_show_no_gain(monkeypatch):
     """Every look at this clock takes a second, and copies take a hundred."""
     now = itertools.count()

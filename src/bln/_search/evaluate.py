@@ -82,7 +82,7 @@ class Evaluator:
         """
         batch = self._prepared(batch)
         if len(assignments) == 1 and not single:
-            return self._scores(self._separately(batch, assignments))
+            return self._scores(self._separately(batch, assignments), batch)
         columns = zip(*assignments, strict=True)
         key = next((at for at, configs in enumerate(columns) if len(set(configs)) > 1), 0), single
         if key not in self._ways:
@@ -119,10 +119,10 @@ class Evaluator:
 
     def _run(self, way: Way, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
         if way.mode != "separate":
-            return self._scores(self._together(way, batch, assignments, single))
+            return self._scores(self._together(way, batch, assignments, single), batch)
         if not single:
-            return self._scores(self._separately(batch, assignments))
-        values = [self._scores(self._separately(sample, assignments))[0] for sample in one_by_one(batch)]
+            return self._scores(self._separately(batch, assignments), batch)
+        values = [self._scores(self._separately(sample, assignments), sample)[0] for sample in one_by_one(batch)]
         return torch.stack(values).mean(0), len(values)
 
     def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> Iterator[tuple[Any, Any]]:
@@ -137,13 +137,14 @@ class Evaluator:
         done = 0
         while done < len(assignments):
             chunk = assignments[done : done + (self.width or len(assignments))]
+            fits = True
             try:
                 outputs, targets = self._pass(way, batch, chunk, single)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or len(chunk) == 1:
                     raise
-                outputs = []
-            if not outputs:  # out of the except clause, which would keep the failed pass's tensors alive
+                fits = False
+            if not fits:  # here and not above, where the exception still keeps the failed pass's tensors alive
                 self._split(len(chunk))
                 continue
             yield from ((output, targets) for output in outputs)
@@ -175,12 +176,12 @@ class Evaluator:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _scores(self, results: Iterator[tuple[Any, Any]]) -> tuple[Tensor, int]:
+    def _scores(self, results: Iterator[tuple[Any, Any]], batch: Any) -> tuple[Tensor, int]:
         kind = torch.float32 if self._device.type == "mps" else torch.float64  # which knows no other
         rows, samples = [], 0
         for outputs, targets in results:
             rows.append(torch.stack([value.to(self._device, kind) for value in self.measure(outputs, targets)]))
-            samples = samples or length(targets, outputs)
+            samples = samples or length(targets, outputs, batch)
         return torch.stack(rows).cpu().double(), samples
 
     # ---- finding the way
@@ -197,7 +198,7 @@ class Evaluator:
             [(output, targets)] = self._separately(batch, [assignment])
             times.append(self._clock() - start)
             outputs.append(output)
-        values = self._scores((output, targets) for output in outputs)
+        values = self._scores(((output, targets) for output in outputs), batch)
         way = self._equal_way(batch, assignments, single, outputs, values[0])
         if way.mode != "separate":  # the check was the first pass and warmed up; as the median leaves out a first run
             together = min(self._time(self._together(way, batch, assignments, single)) for _ in range(2))
@@ -206,7 +207,7 @@ class Evaluator:
 
     def _find_single(self, probes: Any, assignments: Sequence[Assignment]) -> Way:
         parts = [list(self._separately(sample, assignments)) for sample in one_by_one(probes)]
-        values = torch.stack([self._scores(iter(part))[0] for part in parts]).mean(0)
+        values = torch.stack([self._scores(iter(part), probes)[0] for part in parts]).mean(0)
         try:
             outputs = [
                 pytree.tree_map(lambda *leaves: torch.cat(leaves), *(output for output, _ in results))
@@ -224,7 +225,7 @@ class Evaluator:
             try:
                 way.outputs = self._held(way, batch, assignments, single, outputs)
                 ours = list(self._together(way, batch, assignments, single))
-                scores = self._scores(iter(ours))[0]
+                scores = self._scores(iter(ours), batch)[0]
             except Exception:  # whatever the model cannot do with copies, it can do without
                 continue
             within = tolerance(self._device, outputs)
@@ -238,6 +239,8 @@ class Evaluator:
     ) -> tuple[bool, ...]:
         """Which tensors of the output hold copies, told by their length in a pass of two."""
         (leaves, _), _ = self._copied(way, batch, assignments[:2], single)
+        if not leaves:
+            raise ValueError("there is no output to take apart")
         lengths = [
             (len(ours), len(theirs)) for ours, theirs in zip(leaves, pytree.tree_leaves(outputs[0]), strict=True)
         ]

@@ -190,9 +190,8 @@ def _transform(
         s = formula.choose(configs[0], current, population)
     else:
         s = formula.choose(_as_tensors(configs, rows), current, population, torch.where)
-    if layer.per_position and s.batch_mean.dim() > len(
-        positions
-    ):  # in the order of the input's memory, else each operation walks through it in strides
+    if layer.per_position and s.batch_mean.dim() > len(positions):
+        # In the order of the input's memory, else each operation walks through it in strides.
         at = channel_dim - 2 - len(positions)
         mean, var = (v.movedim(-1, at).contiguous().movedim(at, -1) for v in (s.batch_mean, s.batch_var))
         s = s._replace(batch_mean=mean, batch_var=var)

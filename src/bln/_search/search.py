@@ -183,7 +183,7 @@ def _result(objective: Objective, tally: Tally, robust: bool, notes: Sequence[st
             "depends on the batch."
         )
     if evaluator.slower:
-        said.append("The configurations ran separately, since together they were no faster on the first batches.")
+        said.append("Configurations ran separately where together they were no faster on the first batches.")
     if objective.arrangements and not any(a.name == "sorted" for a in objective.arrangements):
         said.append("Not sorted by label: targets do not hold one value for each sample.")
     if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:

@@ -1,8 +1,11 @@
-"""Give a model BLN layers: in place of its norms, or behind its nonlinearities."""
+"""Give a model BLN layers in place of its norms."""
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
 
     Args:
         model: Any module. If it is itself a norm, use what is returned.
-        per_position: As in :class:`BatchLayerNorm`. The default pools batch statistics over positions, as BatchNorm
+        per_position: As in ``BatchLayerNorm``. The default pools batch statistics over positions, as BatchNorm
             does; converted layers never divide by the root of the number of features (``dim_scale=False``).
 
     Returns:
@@ -46,38 +49,43 @@ def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
     """
     replacements: dict[nn.Module, BatchLayerNorm] = {}
     notes: list[str] = []
+    like = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     for path, module in model.named_modules():
         name, kind = path or "the model", type(module)
         if kind in _BATCH_NORMS:
-            replacements[module] = _from_batch_norm(module, per_position)
+            replacements[module] = _from_batch_norm(module, like, per_position)
             if kind is nn.SyncBatchNorm:
                 notes.append(f"{name}: statistics are no longer synchronized over processes")
+            if per_position and module.running_mean is None:
+                notes.append(f"{name}: its function changes, {module} pooled a mini-batch over positions; train it")
         elif kind in _INSTANCE_NORMS and module.running_mean is not None:
-            replacements[module] = _from_batch_norm(module, per_position)
+            replacements[module] = _from_batch_norm(module, like, per_position)
         elif kind is nn.LayerNorm and len(module.normalized_shape) == 1:
-            replacements[module] = _from_layer_norm(module, per_position)
+            replacements[module] = _from_layer_norm(module, like, per_position)
         elif kind is nn.GroupNorm or kind in _INSTANCE_NORMS:
             features = module.num_channels if kind is nn.GroupNorm else module.num_features
-            replacements[module] = _like(module, features, per_position=per_position)
+            replacements[module] = _like(module, like, features, per_position=per_position)
             notes.append(f"{name}: its function changes, {module} normalized each sample over positions; train it")
         elif kind is nn.LayerNorm:
             notes.append(f"{name}: left as it is, {module} spans more than the last axis")
-        elif "Norm" in kind.__name__ and kind is not BatchLayerNorm:
+        elif re.search(r"Norm(\dd)?$", kind.__name__) and not isinstance(module, BatchLayerNorm):
             notes.append(f"{name}: left as it is, there is no rule for {kind.__name__}")
 
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replacements:
                 setattr(parent, name, replacements[child])
-        _leave_fast_path(parent)
+    for module in model.modules():
+        _leave_fast_path(module)
     if notes:
         warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
     return replacements.get(model, model)
 
 
-def _like(norm: Any, num_features: int, **kwargs: Any) -> BatchLayerNorm:
-    """A BLN layer with the old norm's parameters, eps, mode, device and type."""
-    tensor = next((t for t in (norm.weight, getattr(norm, "running_mean", None)) if t is not None), torch.empty(0))
+def _like(norm: Any, like: Tensor, num_features: int, **kwargs: Any) -> BatchLayerNorm:
+    """A BLN layer with the old norm's parameters, eps and mode; where it has no tensor, as the model's first."""
+    own = (t for t in (norm.weight, getattr(norm, "running_mean", None)) if t is not None)
+    tensor = next(own, like if like.is_floating_point() else torch.empty(0, device=like.device))
     layer = BatchLayerNorm(
         num_features,
         eps=norm.eps,
@@ -93,37 +101,37 @@ def _like(norm: Any, num_features: int, **kwargs: Any) -> BatchLayerNorm:
 
 
 @torch.no_grad()
-def _from_batch_norm(norm: Any, per_position: bool) -> BatchLayerNorm:
-    """Running statistics become the population's, and ``1/m = 0`` gives them all the weight."""
-    layer = _like(norm, norm.num_features, per_position=per_position, momentum=norm.momentum)
+def _from_batch_norm(norm: Any, like: Tensor, per_position: bool) -> BatchLayerNorm:
+    """Running statistics become the population's, and ``1/m = 0`` gives them all the weight.
+
+    The next mini-batch weighs ``momentum`` against them, as it did before.
+    """
+    layer = _like(norm, like, norm.num_features, per_position=per_position, momentum=norm.momentum)
+    known = ["inverse_m"]
     if norm.running_mean is None:
         layer.config = "FFFF"
     else:
         layer.population.batch_mean.copy_(norm.running_mean)
         layer.population.batch_var.copy_(norm.running_var)
-    _mark_seen(layer, 0.0, norm.num_batches_tracked)
-    return layer
-
-
-def _from_layer_norm(norm: nn.LayerNorm, per_position: bool) -> BatchLayerNorm:
-    """``1/m = 1`` gives all the weight to each sample's own feature statistics."""
-    layer = _like(norm, norm.normalized_shape[0], channel_dim=-1, per_position=per_position)
-    _mark_seen(layer, 1.0, None)
+        known += ["batch_mean", "batch_var"]
+    layer.population.mark_seen(known, math.ceil(1 / norm.momentum) if norm.momentum else 1)
     return layer
 
 
 @torch.no_grad()
-def _mark_seen(layer: BatchLayerNorm, inverse_m: float, batches: Tensor | None) -> None:
-    """Have ``1/m`` used as given, and what is there weigh as much as the mini-batches it came from (at least one)."""
-    population = layer.population
-    population.inverse_m.fill_(inverse_m)
-    for counter in (population.updates, population.samples):
-        counter.fill_(1) if batches is None else counter.copy_(batches.clamp(min=1))
+def _from_layer_norm(norm: nn.LayerNorm, like: Tensor, per_position: bool) -> BatchLayerNorm:
+    """``1/m = 1`` gives all the weight to each sample's own feature statistics."""
+    layer = _like(norm, like, norm.normalized_shape[0], channel_dim=-1, per_position=per_position)
+    layer.population.inverse_m.fill_(1)
+    layer.population.mark_seen(["inverse_m"], 1)
+    return layer
 
 
 def _leave_fast_path(module: nn.Module) -> None:
     """Keep a transformer from computing its fused layer norm in place of ours: it asks for weights, not for types."""
     if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.norm1, BatchLayerNorm):
         module.activation_relu_or_gelu = 0
-    if isinstance(module, nn.TransformerEncoder) and isinstance(module.layers[0].norm1, BatchLayerNorm):
+    if isinstance(module, nn.TransformerEncoder) and any(
+        isinstance(getattr(layer, "norm1", None), BatchLayerNorm) for layer in module.layers
+    ):
         module.use_nested_tensor = False

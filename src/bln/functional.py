@@ -63,18 +63,19 @@ def batch_layer_norm(
     config: StatisticsConfig | str = "TTFF",
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, Statistics]:
-    r"""Normalize over the mini-batch and over features, mixed by ``1/m`` (eqs 10-17, or 18-25 given a population).
+    """Normalize over the mini-batch and over features, mixed by ``1/m`` (eqs 10-17, or 18-25 given a population).
 
     Args:
         x: ``(N, C)``, ``(N, C, *positions)``, or with ``channel_dim=-1`` ``(N, *positions, C)``. Floating point.
-        weight, bias: gamma and beta, ``(C,)``.
+        weight: Gamma, ``(C,)``.
+        bias: Beta, ``(C,)``.
         channel_dim: The dimension of features; never 0, which is that of samples.
         per_position: Batch statistics for each position, as published; ``False`` pools them over positions.
         mask: ``(N, *positions)``, boolean, true at real entries. Hidden entries enter no statistic and come out 0.
         eps: Added to both variances.
         mix_eps: The epsilon in the weights of eq 16; ``None`` is ``eps``.
         dim_scale: Divide by the root of the number of features (eq 16).
-        population: Statistics to choose from, features last, as :class:`Statistics` says. Without them the mini-batch
+        population: Statistics to choose from, features last, as ``Statistics`` says. Without them the mini-batch
             is normalized by its own, as in training.
         config: With ``population``, where each of the four statistics comes from.
         return_statistics: Return ``(y, statistics)``; the statistics that were used, detached.
@@ -82,6 +83,7 @@ def batch_layer_norm(
     Returns:
         ``y``, of ``x``'s shape and type. Statistics are computed in float32 (float64 if anything given is).
     """
+    check_eps(eps, mix_eps)
     mix_eps = eps if mix_eps is None else mix_eps
     channel_dim = check(x, mask, channel_dim)
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -123,6 +125,8 @@ def batch_layer_norm(
 
 def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:
     """Refuse what cannot be normalized; returns the dimension of features counted from the front."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a torch.Tensor as input, got {type(x).__name__}")
     shape = tuple(x.shape)
     if not x.is_floating_point():
         raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first, as in x.float()")
@@ -136,8 +140,9 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:
     channel_dim %= len(shape)
     if mask is None:
         return channel_dim
-    if mask.dtype != torch.bool:
-        raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}; try mask.bool()")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try mask.bool()")
     expected = shape[:channel_dim] + shape[channel_dim + 1 :]
     if tuple(mask.shape) != expected:
         raise ValueError(
@@ -145,10 +150,18 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:
             f"{channel_dim}; got {tuple(mask.shape)}"
         )
     # A value may be looked at only where that costs no synchronization and breaks no graph.
-    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    if eager and mask.device.type == "cpu" and not mask.any():
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(mask) is not Tensor
+    if not traced and mask.device.type == "cpu" and not mask.any():
         raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")
     return channel_dim
+
+
+def check_eps(eps: float, mix_eps: float | None) -> None:
+    """Refuse values outside of what the equations allow."""
+    if not (isinstance(eps, int | float) and 0 < eps < math.inf):
+        raise ValueError(f"eps must be a positive number, got {eps!r}: it keeps a constant feature from 0/0")
+    if mix_eps is not None and not (isinstance(mix_eps, int | float) and 0 <= mix_eps < 1):
+        raise ValueError(f"mix_eps must be None (the same as eps) or in [0, 1), got {mix_eps!r}")
 
 
 def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tuple[int | Tensor, int | Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -18,13 +19,27 @@ NONLINEARITIES = (
 _FEATURES_SECOND = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
-_FEATURES_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.MultiheadAttention)
+_FEATURES_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm)
+_KEEP_LAYOUT = (
+    "pool",
+    "drop",
+    "norm",
+    "pad",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "upsample",
+    "interpolate",
+    "identity",
+    "clone",
+)
 
 
 def insert(
     model: nn.Module,
     example: Any,
-    after: tuple[type[nn.Module], ...] = NONLINEARITIES,
+    after: type[nn.Module] | tuple[type[nn.Module], ...] = NONLINEARITIES,
     *,
     channel_dim: int | None = None,
     **kwargs: Any,
@@ -32,16 +47,17 @@ def insert(
     """Put a BLN layer behind every nonlinearity: ``z = BLN(g(Wu + b))``, eq 27.
 
     The model is traced by ``torch.fx``; modules, functions (``torch.tanh``, ``F.relu``) and methods (``x.relu()``) are
-    all found, and each place gets a layer of its own. The result shares the model's modules and parameters.
+    all found, and each place that has no BLN yet gets a layer of its own. What happens inside a module of torch's own,
+    such as ``nn.LSTM``, is not seen. The result shares the model's modules and parameters.
 
     Args:
         model: A model ``torch.fx`` can trace: no control flow on data.
         example: An input, or a tuple of inputs, to learn the shapes from. It runs through the model once, in
             ``eval()`` and without gradients.
-        after: The nonlinearities, as module types.
+        after: The nonlinearities, as a module type or several.
         channel_dim: Where features stand. ``None`` finds out from what comes before: behind a convolution 1, behind
             a linear layer -1.
-        **kwargs: Passed on to :class:`BatchLayerNorm`.
+        **kwargs: Passed on to ``BatchLayerNorm``.
 
     Returns:
         A ``torch.fx.GraphModule``.
@@ -53,6 +69,7 @@ def insert(
         >>> bln.layers(net)
         {'_1_bln': BatchLayerNorm(8, channel_dim=-1, position_shape=None, config=TTFF)}
     """
+    after = after if isinstance(after, tuple) else (after,)
     try:
         graph = _Tracer().trace(model)
     except Exception as error:
@@ -64,23 +81,31 @@ def insert(
     _propagate_shapes(traced, example if isinstance(example, tuple) else (example,))
 
     names = {kind.__name__.lower() for kind in after}
-    found = [node for node in traced.graph.nodes if _is_nonlinearity(traced, node, after, names)]
+    found = [node for node in traced.graph.nodes if _wants_layer(traced, node, after, names)]
     if not found:
         raise ValueError(
             f"{type(model).__name__} has none of the nonlinearities {', '.join(kind.__name__ for kind in after)}; "
             "pass after="
         )
+    like = next(model.parameters(), torch.empty(0))
     for node in found:
+        _refuse_in_place(node)
         shape = node.meta["tensor_meta"].shape
         dim = _find_channel_dim(traced, node) if channel_dim is None else channel_dim
-        like = next((p for p in model.parameters()), torch.empty(0))
         layer = BatchLayerNorm(shape[dim], channel_dim=dim, **{"device": like.device, "dtype": like.dtype, **kwargs})
-        name = f"{node.name}_bln"
+        name = _unused_name(traced, f"{node.name}_bln")
         traced.add_submodule(name, layer.train(model.training))
         with traced.graph.inserting_after(node):
             placed = traced.graph.call_module(name, (node,))
         node.replace_all_uses_with(placed, delete_user_cb=lambda user, placed=placed: user is not placed)
     traced.recompile()
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and "dropout" in node.target.__name__:
+            warnings.warn(
+                f"bln.insert: {node.name} is a function, so tracing fixed whether it drops; train() and eval() do not "
+                "change that any more. Use an nn.Dropout module",
+                stacklevel=2,
+            )
     return traced
 
 
@@ -94,22 +119,45 @@ def _propagate_shapes(traced: fx.GraphModule, example: tuple[Any, ...]) -> None:
     try:
         with torch.no_grad():
             ShapeProp(traced.eval()).propagate(*example)
+    except Exception as error:
+        raise ValueError(f"the example does not run through the model ({error}); pass an input, or a tuple") from error
     finally:
         for module, training in modes:
             module.training = training
 
 
-def _is_nonlinearity(traced: fx.GraphModule, node: fx.Node, after: tuple[type, ...], names: set[str]) -> bool:
+def _wants_layer(traced: fx.GraphModule, node: fx.Node, after: tuple[type, ...], names: set[str]) -> bool:
+    """A nonlinearity on samples and features, without a BLN behind it."""
     if node.op == "call_module":
-        return type(traced.get_submodule(str(node.target))) in after
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and str(name).rstrip("_").replace("_", "") in names
+        nonlinear = type(traced.get_submodule(str(node.target))) in after
+    else:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        nonlinear = node.op in ("call_function", "call_method") and str(name).strip("_").replace("_", "") in names
+    if not nonlinear or len(node.meta["tensor_meta"].shape) < 2:
+        return False
+    behind = [traced.get_submodule(str(user.target)) for user in node.users if user.op == "call_module"]
+    return not any(isinstance(module, BatchLayerNorm) for module in behind)
+
+
+def _refuse_in_place(node: fx.Node) -> None:
+    """What was changed in place and is read by its old name would go around the layer."""
+    source = node.all_input_nodes[0]
+    in_place = node.kwargs.get("inplace") or str(getattr(node.target, "__name__", node.target)).endswith("_")
+    if in_place and len(source.users) > 1:
+        raise ValueError(
+            f"{node.name} works in place, and its input {source.name} is used again: those uses would miss the layer. "
+            f"Write {source.name} = F.relu({source.name}), or the like"
+        )
+
+
+def _unused_name(module: nn.Module, name: str) -> str:
+    return name if not hasattr(module, name) else _unused_name(module, name + "_again")
 
 
 def _find_channel_dim(traced: fx.GraphModule, node: fx.Node) -> int:
-    """Walk back to the layer that made the features."""
-    rank = len(node.meta["tensor_meta"].shape)
-    if rank == 2:
+    """Walk back to the layer that made the features, as long as nothing on the way moves them."""
+    shape = tuple(node.meta["tensor_meta"].shape)
+    if len(shape) == 2:
         return -1
     waiting, done = list(node.all_input_nodes), set()
     while waiting:
@@ -118,15 +166,18 @@ def _find_channel_dim(traced: fx.GraphModule, node: fx.Node) -> int:
             continue
         done.add(source)
         module = traced.get_submodule(str(source.target)) if source.op == "call_module" else None
-        name = getattr(source.target, "__name__", str(source.target))
+        name = (type(module).__name__ if module else getattr(source.target, "__name__", str(source.target))).lower()
         if isinstance(module, _FEATURES_SECOND) or name.startswith("conv"):
             return 1
         if isinstance(module, _FEATURES_LAST) or name == "linear":
             return -1
         if isinstance(module, BatchLayerNorm):
             return module.channel_dim
+        known = {kind.__name__.lower() for kind in NONLINEARITIES}
+        if name.strip("_").replace("_", "") not in known and not any(part in name for part in _KEEP_LAYOUT):
+            break
         waiting += source.all_input_nodes
     raise ValueError(
-        f"cannot tell where the features of {node.name}, shape {tuple(node.meta['tensor_meta'].shape)}, stand; pass "
-        "channel_dim=1 for (N, C, *positions) or channel_dim=-1 for (N, *positions, C)"
+        f"cannot tell where the features of {node.name}, shape {shape}, stand; pass channel_dim=1 for "
+        "(N, C, *positions) or channel_dim=-1 for (N, *positions, C)"
     )

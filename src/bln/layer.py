@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,20 +13,19 @@ from .population import Population
 
 
 class BatchLayerNorm(nn.Module):
-    r"""Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+    """Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
 
-    An activation is seen as :math:`x[n, p, k]`: sample :math:`n` of :math:`m`, position :math:`p` (pixel, time step),
-    feature :math:`k` of :math:`d`. In training
+    An activation is seen as ``x[n, p, k]``: sample ``n`` of ``m``, position ``p`` (pixel, time step), feature ``k`` of
+    ``d``. In training
 
-    .. math::
-        y = \gamma \, \frac{1}{\sqrt d} \left[
-            \Big(1 - \tfrac1m - \epsilon'\Big) \frac{x - \mu_B}{\sqrt{\sigma_B^2 + \epsilon}}
-            + \Big(\tfrac1m - \epsilon'\Big) \frac{x - \mu_F}{\sqrt{\sigma_F^2 + \epsilon}} \right] + \beta
+        x_B = (x - mean_B) / sqrt(var_B + eps)
+        x_F = (x - mean_F) / sqrt(var_F + eps)
+        y   = gamma * [(1 - 1/m - mix_eps) * x_B + (1/m - mix_eps) * x_F] / sqrt(d) + beta
 
-    where :math:`\mu_B, \sigma_B^2` are mean and biased variance over samples, one for each position and feature, and
-    :math:`\mu_F, \sigma_F^2` those over features, one for each sample and position. Population statistics are
-    averaged on the way. In ``eval()`` each of the four is the population's or the current mini-batch's, as ``config``
-    says, and :math:`1/m` is the one remembered from training. Put it behind the nonlinearity.
+    where ``mean_B``, ``var_B`` are mean and biased variance over samples, one for each position and feature, and
+    ``mean_F``, ``var_F`` those over features, one for each sample and position. Population statistics are averaged on
+    the way. In ``eval()`` each of the four is the population's or the current mini-batch's, as ``config`` says, and
+    ``1/m`` is the one remembered from training. Put the layer behind the nonlinearity.
 
     Args:
         num_features: ``C``, the number of features (the paper's d).
@@ -45,6 +43,8 @@ class BatchLayerNorm(nn.Module):
         config: The statistics ``eval()`` uses, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. With
             ``TT..`` a prediction does not depend on the rest of its batch.
         dim_scale: Divide by the root of ``num_features``, as the paper does.
+        device: Of parameters and statistics.
+        dtype: Of the parameters; statistics are float64 where this is, else float32.
 
     Shape:
         ``(N, C)``, ``(N, C, *positions)`` or, with ``channel_dim=-1``, ``(N, *positions, C)``; the output has the
@@ -82,16 +82,15 @@ class BatchLayerNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_features < 1:
-            raise ValueError(f"num_features must be at least 1, got {num_features}")
-        if channel_dim == 0:
-            raise ValueError("channel_dim=0 is the dimension of samples; features stand at 1, or last at -1")
-        if not (math.isfinite(eps) and eps > 0):
-            raise ValueError(f"eps must be a positive number, got {eps}: it keeps a constant feature from 0/0")
-        if mix_eps is not None and not 0 <= mix_eps < 1:
-            raise ValueError(f"mix_eps must be None (the same as eps) or in [0, 1), got {mix_eps}")
-        if momentum is not None and not 0 <= momentum <= 1:
-            raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum}")
+        if not isinstance(num_features, int) or num_features < 1:
+            raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
+        if not isinstance(channel_dim, int) or channel_dim == 0:
+            raise ValueError(
+                f"channel_dim must be 1, or -1 for features last, got {channel_dim!r}; 0 is that of samples"
+            )
+        functional.check_eps(eps, mix_eps)
+        if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
+            raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum!r}")
         if isinstance(position_shape, int):
             position_shape = (position_shape,)
         if position_shape is not None and not per_position:
@@ -116,7 +115,7 @@ class BatchLayerNorm(nn.Module):
 
     @property
     def config(self) -> StatisticsConfig:
-        """The statistics ``eval()`` uses; assign a :class:`StatisticsConfig` or four letters."""
+        """The statistics ``eval()`` uses; assign a ``StatisticsConfig`` or four letters."""
         return self._config
 
     @config.setter
@@ -168,11 +167,23 @@ class BatchLayerNorm(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The configuration, as four uint8, so that a searched model is loaded as it was found."""
-        return torch.tensor([letter == "T" for letter in str(self.config)], dtype=torch.uint8)
+        return torch.tensor([letter == "T" for letter in str(self.config)], dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
         """Take the configuration from a state dict."""
-        self.config = StatisticsConfig(*(bool(switch) for switch in state.tolist()))
+        if isinstance(state, Tensor) and state.is_meta:
+            return
+        switches = state.tolist() if isinstance(state, Tensor) else state
+        if not isinstance(switches, list) or len(switches) != 4 or not set(switches) <= {0, 1}:
+            raise ValueError(f"the state dict's configuration must be four uint8 of 0 and 1, got {state!r}")
+        self.config = StatisticsConfig(*map(bool, switches))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Keep the configuration where the statistics will be refused."""
+        saved = state_dict.get(prefix + "population.batch_mean")
+        if isinstance(saved, Tensor) and saved.shape[-1:] != (self.num_features,):
+            state_dict[prefix + "_extra_state"] = self.get_extra_state()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -30,7 +31,7 @@ def configure(model: nn.Module, config: StatisticsConfig | str | Mapping[str, St
 
     Args:
         model: A model with BLN layers.
-        config: ``"TTFF"``, a :class:`StatisticsConfig`, or a mapping from names, as :func:`layers` gives them, to
+        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``bln.layers`` gives them, to
             such; layers that it does not name stay as they are.
     """
     found = required_layers(model)
@@ -80,18 +81,25 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, step: Step | None = N
                 layer.momentum = None
                 layer.reset_statistics()
             count = 0
-            for batch in track(batches, "calibrate") if progress else batches:
-                step(model, batch)
-                count += 1
+            reached: set[nn.Module] = set()
+            hooks = [layer.register_forward_hook(lambda layer, *_: reached.add(layer)) for layer in unique]
+            try:
+                for batch in track(batches, "calibrate") if progress else batches:
+                    step(model, batch)
+                    count += 1
+            finally:
+                for hook in hooks:
+                    hook.remove()
             if count == 0:
                 raise ValueError("calibrate got no batches; was the iterable used up before?")
-            for name, layer in found.items():
-                if not layer.population.updates.any():
-                    raise ValueError(
-                        f"none of the {count} batches reached layer {name!r} with finite statistics; is its input NaN?"
-                    )
-        for layer, snapshot in zip(unique, before, strict=True):
-            layer.population.restore_inverse_m(snapshot)
+        for (name, layer), snapshot in zip(found.items(), before, strict=True):
+            if layer not in reached:
+                layer.population.restore(snapshot)
+                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
+            elif not layer.population.updates.any():
+                raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
+            else:
+                layer.population.complete(snapshot)
     except BaseException:
         for layer, snapshot in zip(unique, before, strict=True):
             layer.population.restore(snapshot)

@@ -40,7 +40,7 @@ def train(
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
 
     def variance(rstd: Tensor) -> Tensor:  # its rounding error is that of variance + eps, as which it is used
-        return rstd.detach().pow(-2).sub_(eps).clamp_(min=0)
+        return rstd.detach().pow(-2).sub_(eps).clamp(min=0)
 
     return y_B + y_F.movedim(-1, channel_dim), Statistics(
         batch_mean,
@@ -66,7 +66,10 @@ def _batch_norm(
         y, mean, rstd = torch.native_batch_norm(columns, scale, shift, None, None, True, 0.0, eps)
     else:
         shape = lying.shape[1:]
-        scale, shift = (p.reshape(-1, *[1] * (len(shape) - at)).expand(shape).reshape(-1) for p in (scale, shift))
+        # One feature would stay a view of stride 0, which the native backward reads past the end of.
+        scale, shift = (
+            p.reshape(-1, *[1] * (len(shape) - at)).expand(shape).contiguous().view(-1) for p in (scale, shift)
+        )
         columns = lying.reshape(lying.shape[0], -1)
         y, mean, rstd = torch.native_batch_norm(columns, scale, shift, None, None, True, 0.0, eps)
         mean, rstd = (s.reshape(shape).movedim(at - 1, -1) for s in (mean, rstd))

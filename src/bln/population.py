@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,18 +14,20 @@ from .formula import Statistics
 
 STATISTICS = Statistics._fields
 _COUNTERS = ("updates", "samples")
-Snapshot = tuple[tuple[int, ...] | None, dict[str, Tensor]]
+Snapshot = tuple[bool, dict[str, Tensor]]
 
 
 class Population(nn.Module):
-    """Population statistics, features last, and how many mini-batches and samples they stand for.
+    """Population statistics, features last, and how many mini-batches and samples each stands for.
 
     Args:
         num_features: ``C``.
         position_shape: Positions with statistics of their own, ``()`` for none, ``None`` while they are unknown: then
             the statistics, broadcast over all positions, wait for the first mini-batch to say.
+        device: Of the statistics.
+        dtype: Of the layer's parameters; statistics are float64 where this is, else float32.
 
-    The counters have two rows: all mini-batches, and those whose batch variance entered (which takes two entries).
+    The counters have a row for each statistic, in the order of ``Statistics``.
     """
 
     batch_mean: Tensor
@@ -44,7 +47,7 @@ class Population(nn.Module):
     ) -> None:
         super().__init__()
         self.num_features = num_features
-        self.position_shape = position_shape
+        self.without_positions = position_shape == ()
         dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, shape in self._shapes(position_shape or ()).items():
             kind = torch.int64 if name in _COUNTERS else dtype
@@ -52,9 +55,15 @@ class Population(nn.Module):
         self.reset()
 
     def _shapes(self, positions: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        batch = (*positions, self.num_features)
-        shapes = (batch, batch, positions, positions, positions, (2, *positions), (2, *positions))
+        batch, counters = (*positions, self.num_features), (len(STATISTICS), *positions)
+        shapes = (batch, batch, positions, positions, positions, counters, counters)
         return dict(zip(STATISTICS + _COUNTERS, shapes, strict=True))
+
+    @property
+    def position_shape(self) -> tuple[int, ...] | None:
+        """The positions statistics are kept for; ``None`` while they are unknown."""
+        positions = tuple(self.batch_mean.shape[:-1])
+        return positions if positions or self.without_positions else None
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -62,28 +71,12 @@ class Population(nn.Module):
         for name, buffer in self.named_buffers():
             buffer.fill_(1 if name.endswith("_var") else 0)
 
-    def snapshot(self) -> Snapshot:
-        """Everything remembered, for :meth:`restore`."""
-        return self.position_shape, {name: buffer.clone() for name, buffer in self.named_buffers()}
-
     @torch.no_grad()
-    def restore(self, snapshot: Snapshot) -> None:
-        """Put back what :meth:`snapshot` found, the positions too."""
-        self.position_shape, values = snapshot
-        for name, value in values.items():
-            buffer = getattr(self, name)
-            if buffer.shape == value.shape:
-                buffer.copy_(value)
-            else:
-                buffer.data = value
-
-    @torch.no_grad()
-    def restore_inverse_m(self, snapshot: Snapshot) -> None:
-        """Take ``1/m`` from the snapshot, wherever that had seen a mini-batch."""
-        _, values = snapshot
-        shape = tuple(self.inverse_m.shape)
-        seen = _spread(values["updates"][0], "inverse_m", shape) > 0
-        self.inverse_m.copy_(torch.where(seen, _spread(values["inverse_m"], "inverse_m", shape), self.inverse_m))
+    def mark_seen(self, names: list[str], updates: int) -> None:
+        """Have these statistics, put there from elsewhere, weigh as much as ``updates`` mini-batches of one sample."""
+        for name in names:
+            self.updates[STATISTICS.index(name)] = updates
+            self.samples[STATISTICS.index(name)] = updates
 
     # ---- reading
 
@@ -92,7 +85,8 @@ class Population(nn.Module):
         window = self._window(positions)
         values = Statistics(*(getattr(self, name)[window] for name in STATISTICS))
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
-        return values._replace(inverse_m=torch.where(self.updates[0][window] > 0, values.inverse_m, current))
+        seen = self.updates[STATISTICS.index("inverse_m")][window] > 0
+        return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
         """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
@@ -124,7 +118,8 @@ class Population(nn.Module):
 
         Args:
             batch: The mini-batch's own statistics.
-            m, entries: Its samples, and the entries behind each batch statistic; under a mask, at each position.
+            m: Its samples; under a mask, at each position.
+            entries: The entries behind each of its batch statistics; under a mask, at each position.
             mask: True at real entries.
             positions: The input's positions, ``()`` where statistics are pooled over them.
             momentum: The weight of the new value; never less than ``1/updates``, so that initial values do not mix
@@ -133,13 +128,11 @@ class Population(nn.Module):
         if self.position_shape is None:
             self._learn_positions(positions)
         window = self._window(positions)
-        new = self._estimates(batch, m, entries, mask, positions)
-        # One NaN or infinity, in the input or from an overflow, is in its variances, and makes their total one.
-        finite = (new.batch_var.sum() + new.feature_var.sum()).isfinite()
-        if isinstance(m, Tensor):
-            seen = finite & torch.stack([m > 0, entries > 1])  # type: ignore[list-item]
-        else:
-            seen = torch.stack([finite, finite if entries > 1 else torch.zeros_like(finite)])
+        new = self._estimates(batch, m, entries, mask)
+        # NaN and infinity, in the input or from an overflow, show in the variances.
+        finite = new.batch_var.isfinite().all() & new.feature_var.isfinite().all()
+        anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
+        seen = torch.stack([spread if name == "batch_var" else anything for name in STATISTICS])
 
         updates, samples = (counter[(slice(None), *window)] for counter in (self.updates, self.samples))
         seen = seen.reshape(*seen.shape, *[1] * (updates.dim() - seen.dim()))
@@ -147,56 +140,93 @@ class Population(nn.Module):
         samples += seen * m
         dtype = self.inverse_m.dtype
         if momentum is None:
-            weight = m / samples.clamp(min=1).to(dtype)
+            weights = m / samples.clamp(min=1).to(dtype)
         else:
-            weight = (1 / updates.clamp(min=1).to(dtype)).clamp(min=momentum)
+            weights = (1 / updates.clamp(min=1).to(dtype)).clamp(min=momentum)
 
-        mean, var = zip(seen[..., None], weight[..., None], strict=True)  # the two rows, of the batch statistics
-        others = seen[0], weight[0]
-        for name, (enters, by) in zip(STATISTICS, (mean, var, others, others, others), strict=True):
+        for name, enters, weight in zip(STATISTICS, seen, weights, strict=True):
             old, value = getattr(self, name)[window], getattr(new, name).to(dtype)
-            old.lerp_(torch.where(enters, value, old), by)
+            if name.startswith("batch"):
+                enters, weight = enters[..., None], weight[..., None]
+            old.copy_(torch.lerp(old, torch.where(enters, value, old), weight))
 
-    def _estimates(
-        self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None, positions: tuple[int, ...]
-    ) -> Statistics:
+    def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:
         """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
+        over = 0 if self.position_shape else None  # samples alone, or positions too
         if mask is None:
-
-            def average(value: Tensor) -> Tensor:
-                return value.mean(0) if self.position_shape else value.mean()
+            feature_mean, feature_var = batch.feature_mean.mean(over), batch.feature_var.mean(over)
         else:
             m, entries = (torch.as_tensor(c).clamp(min=1).to(batch.inverse_m.dtype) for c in (m, entries))
-
-            def average(value: Tensor) -> Tensor:
-                real = torch.where(mask, value, 0)
-                return (real.sum(0) if self.position_shape else real.sum()) / entries
-
+            hidden = ~mask
+            feature_mean, feature_var = (
+                value.masked_fill(hidden, 0).sum(over) / entries for value in (batch.feature_mean, batch.feature_var)
+            )
         factor = formula.bessel(entries)
         return Statistics(
             batch.batch_mean,
             batch.batch_var * (factor[..., None] if isinstance(factor, Tensor) else factor),  # eqs 5, 19
-            average(batch.feature_mean),
-            average(batch.feature_var) * formula.bessel(m),  # eq 21
+            feature_mean,
+            feature_var * formula.bessel(m),  # eq 21
             batch.inverse_m,
         )
 
     def _learn_positions(self, positions: tuple[int, ...]) -> None:
-        for name, shape in self._shapes(positions).items():
+        if not positions:
+            self.without_positions = True
+            return
+        exporting = getattr(torch.compiler, "is_exporting", lambda: False)()
+        if exporting or torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                f"the layer does not know its positions yet, and cannot learn {positions} inside torch.func or "
+                f"torch.export. Ways out: (1) position_shape={positions}; (2) a training batch before; "
+                "(3) per_position=False"
+            )
+        compiling = torch.compiler.is_compiling()
+        with nullcontext() if compiling else torch.inference_mode(False):
+            for name, shape in self._shapes(positions).items():
+                buffer = getattr(self, name)
+                if compiling:
+                    setattr(self, name, _spread(buffer, name, shape))
+                else:
+                    buffer.data = _spread(buffer, name, shape)  # DistributedDataParallel holds on to the tensor
+
+    # ---- keeping and putting back
+
+    def snapshot(self) -> Snapshot:
+        """Everything remembered, for ``restore``."""
+        with torch.inference_mode(False):
+            return self.without_positions, {name: buffer.clone() for name, buffer in self.named_buffers()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put back what ``snapshot`` found, the positions too."""
+        self.without_positions, values = snapshot
+        for name, value in values.items():
             buffer = getattr(self, name)
-            if torch.compiler.is_compiling():
-                setattr(self, name, _spread(buffer, name, shape))
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
             else:
-                buffer.data = _spread(buffer, name, shape)  # DistributedDataParallel holds on to the tensor itself
-        self.position_shape = positions
+                buffer.data = value.clone()
+
+    @torch.no_grad()
+    def complete(self, snapshot: Snapshot) -> None:
+        """Take from the snapshot what was not learned since, and ``1/m`` wherever it was known."""
+        positions = self.position_shape or ()
+        old = {name: _spread(snapshot[1][name], name, shape) for name, shape in self._shapes(positions).items()}
+        take = self.updates == 0
+        take[STATISTICS.index("inverse_m")] = old["updates"][STATISTICS.index("inverse_m")] > 0
+        for name, wanted in zip(STATISTICS, take, strict=True):
+            wanted = wanted[..., None] if name.startswith("batch") else wanted
+            getattr(self, name).copy_(torch.where(wanted, old[name], getattr(self, name)))
+        for name in _COUNTERS:
+            getattr(self, name).copy_(torch.where(take, old[name], getattr(self, name)))
 
     # ---- moving and loading
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Population:
         def keep_precision(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if narrowed else moved
+            return tensor.to(moved.device) if _narrow(moved) else moved
 
         super()._apply(keep_precision, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -211,28 +241,44 @@ class Population(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load, agreeing on positions first where only one side knows them."""
-        saved = state_dict.get(prefix + "batch_mean")
-        fits = isinstance(saved, Tensor) and tuple(saved.shape[-1:]) == (self.num_features,)
-        positions = tuple(saved.shape[:-1]) if isinstance(saved, Tensor) and fits else ()
-        if positions and self.position_shape is None:
-            self._learn_positions(positions)
-        elif fits and not positions and self.position_shape:
-            for name, shape in self._shapes(self.position_shape).items():
-                if isinstance(value := state_dict.get(prefix + name), Tensor):
-                    state_dict[prefix + name] = _spread(value, name, shape)
-        elif positions and positions != self.position_shape:
-            error_msgs.append(
-                f"{prefix}: saved with statistics for positions {positions}, but this layer keeps them for "
-                f"{self.position_shape or 'none (per_position=False)'}; build it as it was when saved"
-            )
+        """Load all or nothing, agreeing on positions first where only one side knows them."""
+        saved = {name: state_dict[prefix + name] for name in self._shapes(()) if prefix + name in state_dict}
+        if "batch_mean" in saved:
+            positions, known = tuple(saved["batch_mean"].shape[:-1]), self.position_shape
+            expected = self._shapes(positions)
+            wrong = [f"{name} {tuple(t.shape)}" for name, t in saved.items() if tuple(t.shape) != expected[name]]
+            if wrong:
+                error_msgs.append(
+                    f"size mismatch for {prefix}: {', '.join(wrong)} in the state dict do not fit a layer of "
+                    f"{self.num_features} features"
+                )
+                return
+            if positions and known is not None and positions != known:
+                error_msgs.append(
+                    f"size mismatch for {prefix}: saved with statistics for positions {positions}, but this layer "
+                    f"keeps them for {known or 'none (per_position=False)'}; build it as it was when saved"
+                )
+                return
+            if known is None:
+                if positions:
+                    self._learn_positions(positions)
+            elif known and not positions:
+                shapes = self._shapes(known)
+                state_dict.update({prefix + name: _spread(t, name, shapes[name]) for name, t in saved.items()})
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        for name in STATISTICS:
+            if _narrow(value := getattr(self, name)):  # assigned from a dict in low precision
+                setattr(self, name, value.float())
+
+
+def _narrow(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
 def _spread(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A statistic or counter without positions, given to each position of ``shape``."""
-    if not name.startswith("batch"):
+    """A statistic or counter without positions, given to each position of ``shape``; one that fits, as a copy."""
+    if value.dim() < len(shape) and not name.startswith("batch"):
         value = value.reshape((*value.shape, *[1] * (len(shape) - value.dim())))
     return value.expand(shape).clone()

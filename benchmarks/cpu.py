@@ -1,0 +1,131 @@
+"""Forward plus backward of the layer on a CPU, beside the two native norms it is made of.
+
+    python benchmarks/cpu.py [--threads 2] [--seconds 4] [--markdown FILE]
+
+Prints, for each shape, the median milliseconds of ``F.batch_norm(x.reshape(N, -1))`` plus ``F.layer_norm(x)``, and as
+multiples of it those of ``BatchLayerNorm`` (twice, to see the spread), its plain formula, ``BatchNorm2d`` and a copy.
+The layer is called as a user does: parameters have gradients and population statistics are updated. Variants take
+turns, inputs are random, and change from call to call so that together they do not fit into the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bln
+from bln import formula, functional
+
+CACHE = 64 * 2**20  # bytes: twice the last-level cache of most machines
+
+SHAPES = [  # what, channel_dim, per_position
+    ((25, 80, 128), -1, True),
+    ((64, 28, 28, 64), -1, True),
+    ((32, 56, 56, 64), -1, True),
+    ((25, 16, 16, 6), -1, True),
+    ((64, 28, 28, 64), -1, False),
+    ((25, 16, 16, 6), -1, False),
+    ((64, 64, 28, 28), 1, True),
+    ((64, 64, 28, 28), 1, False),
+]
+
+Step = Callable[[Tensor, Tensor], object]
+
+
+def stepper(function: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> Step:
+    def step(x: Tensor, dy: Tensor) -> object:
+        return torch.autograd.grad(function(x), [x, *parameters], dy)
+
+    return step
+
+
+def plain(layer: bln.BatchLayerNorm) -> Callable[[Tensor], Tensor]:
+    """The formula as a chain of operators."""
+
+    def function(x: Tensor) -> Tensor:
+        rows = x.movedim(layer.channel_dim, -1)
+        current = functional._current(rows, None, layer.per_position)
+        y = formula.transform(rows, current, layer.weight, layer.bias, eps=layer.eps, mix_eps=layer.eps)
+        return y.movedim(-1, layer.channel_dim)
+
+    return function
+
+
+def variants(shape: tuple[int, ...], channel_dim: int, per_position: bool) -> dict[str, Step]:
+    n, d = shape[0], shape[channel_dim]
+    layer = bln.BatchLayerNorm(d, channel_dim=channel_dim, per_position=per_position)
+    norm = (nn.BatchNorm1d if len(shape) == 3 else nn.BatchNorm2d)(d)
+
+    def layer_norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x.movedim(channel_dim, -1), (d,)).movedim(-1, channel_dim)
+
+    def batch_norm_module(x: Tensor) -> Tensor:
+        return norm(x.movedim(channel_dim, 1))  # features last is channels last to it: no copy
+
+    return {
+        "batch_norm": stepper(lambda x: F.batch_norm(x.reshape(n, -1), None, None, training=True).view(shape), []),
+        "layer_norm": stepper(layer_norm, []),
+        "BLN": stepper(layer, list(layer.parameters())),
+        "BLN again": stepper(layer, list(layer.parameters())),
+        "plain formula": stepper(plain(layer), list(layer.parameters())),
+        "BatchNorm": lambda x, dy: torch.autograd.grad(
+            batch_norm_module(x), [x, *norm.parameters()], dy.movedim(channel_dim, 1)
+        ),
+        "copy": lambda x, dy: x.detach().clone(),
+    }
+
+
+def measure(shape: tuple[int, ...], channel_dim: int, per_position: bool, seconds: float) -> dict[str, float]:
+    """Median milliseconds of each variant."""
+    steps = variants(shape, channel_dim, per_position)
+    bytes_each = 2 * 4 * torch.Size(shape).numel()
+    inputs = [
+        (torch.randn(shape, requires_grad=True), torch.randn(shape)) for _ in range(max(2, CACHE // bytes_each + 1))
+    ]
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    start, source = time.perf_counter(), cycle(inputs)
+    while time.perf_counter() - start < seconds or len(times["BLN"]) < 5:
+        for name, step in steps.items():
+            x, dy = next(source)
+            before = time.perf_counter()
+            step(x, dy)
+            times[name].append(time.perf_counter() - before)
+    return {name: 1e3 * statistics.median(values[1:]) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each shape")
+    parser.add_argument("--markdown", type=Path, help="write the table there too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+
+    columns = ("BLN", "BLN again", "plain formula", "BatchNorm", "copy")
+    lines = [
+        "| shape | features | statistics | batch_norm + layer_norm, ms | " + " | ".join(columns) + " |",
+        "|---|---|---|---|" + "---|" * len(columns),
+    ]
+    print(f"torch {torch.__version__}, {arguments.threads} threads, float32, forward plus backward")
+    print("\n".join(lines), flush=True)
+    for shape, channel_dim, per_position in SHAPES:
+        found = measure(shape, channel_dim, per_position, arguments.seconds)
+        base = found["batch_norm"] + found["layer_norm"]
+        ratios = " | ".join(f"{found[name] / base:.2f}" for name in columns)
+        where, kind = "last" if channel_dim == -1 else "second", "per position" if per_position else "pooled"
+        lines.append(f"| {', '.join(map(str, shape))} | {where} | {kind} | {base:.2f} | {ratios} |")
+        print(lines[-1], flush=True)
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Other norms become BLN."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import bln
+from bln import BatchLayerNorm
+
+
+def warmed(norm, shape):
+    """With statistics far from their initial values, and parameters far from theirs."""
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    for _ in range(4):
+        norm(torch.randn(shape) * 3 + 2)
+    return norm.eval()
+
+
+FUNCTION_KEPT = [
+    (nn.BatchNorm1d(6), (8, 6)),
+    (nn.BatchNorm1d(6, momentum=0.3), (8, 6, 5)),
+    (nn.BatchNorm2d(6, eps=1e-3), (8, 6, 5, 4)),
+    (nn.BatchNorm2d(6, affine=False), (8, 6, 5, 4)),
+    (nn.BatchNorm2d(6, momentum=None), (8, 6, 5, 4)),
+    (nn.BatchNorm3d(6), (8, 6, 5, 4, 3)),
+    (nn.LayerNorm(6), (8, 5, 6)),
+    (nn.LayerNorm(6, elementwise_affine=False), (8, 6)),
+    (nn.LayerNorm(6, bias=False), (8, 5, 4, 6)),
+    (nn.InstanceNorm2d(6, track_running_stats=True, affine=True), (8, 6, 5, 4)),
+]
+
+
+@pytest.mark.parametrize("per_position", [False, True])
+@pytest.mark.parametrize(("norm", "shape"), FUNCTION_KEPT, ids=lambda value: str(value))
+def test_the_function_is_kept_up_to_mix_eps(norm, shape, per_position):
+    norm = warmed(copy.deepcopy(norm), shape)
+    x = torch.randn(shape) * 3 + 2
+    expected = norm(x)
+    layer = bln.convert(norm, per_position=per_position)
+    assert isinstance(layer, BatchLayerNorm)
+    assert not layer.training
+    assert layer.eps == norm.eps
+    # Each part is off by mix_eps = eps of itself; the part that has no weight is of the input's size.
+    size = (x.abs().max() + expected.abs().max()) * (1 if norm.weight is None else norm.weight.abs().max() + 1)
+    assert (layer(x) - expected).abs().max() < 2 * norm.eps * size + 1e-5
+    assert (layer(x) - expected).abs().max() > 0, "the test compares a layer with itself"
+
+
+def test_sync_batch_norm_is_converted_and_said_to_be_no_longer_synchronized():
+    norm = nn.SyncBatchNorm(6)
+    norm.running_mean.normal_()
+    norm.eval()
+    x = torch.randn(4, 6, 5)
+    expected = nn.functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    with pytest.warns(UserWarning, match="no longer synchronized"):
+        layer = bln.convert(norm)
+    torch.testing.assert_close(layer(x), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("norm", "shape"), FUNCTION_KEPT[:5])
+def test_training_moves_one_over_m_to_the_truth(norm, shape):
+    layer = bln.convert(warmed(copy.deepcopy(norm), shape)).train()
+    assert layer.population.inverse_m == 0
+    for _ in range(100):
+        layer(torch.randn(shape))
+    assert layer.population.inverse_m.item() == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_a_new_mini_batch_weighs_as_much_as_it_did():
+    """Against the running statistics it took over, as BatchNorm itself; feature statistics, new here, start at once."""
+    norm = nn.BatchNorm1d(6, momentum=0.3)
+    norm.running_mean.fill_(5)
+    norm.running_var.fill_(4)
+    layer, x = bln.convert(copy.deepcopy(norm)).train(), torch.randn(8, 6)
+    norm(x)
+    layer(x)
+    assert layer.momentum == 0.3
+    torch.testing.assert_close(layer.population.batch_mean, norm.running_mean)
+    torch.testing.assert_close(layer.population.batch_var, norm.running_var)
+    torch.testing.assert_close(layer.population.feature_mean, x.mean())
+    layer = bln.convert(nn.LayerNorm(6)).train()
+    layer(x)
+    torch.testing.assert_close(layer.population.batch_mean, x.mean(0))
+
+
+def test_norms_without_tensors_go_where_the_model_is():
+    norms = [
+        nn.InstanceNorm2d(4), nn.LayerNorm(4, elementwise_affine=False),
+        nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+    ]  # fmt: skip
+    for norm in norms:
+        net = nn.Sequential(nn.Conv2d(3, 4, 1), norm).double().to("meta")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            bln.convert(net)
+        assert net[1].population.batch_mean.is_meta
+        assert net[1].population.batch_mean.dtype == torch.float64
+
+
+def test_a_transformer_of_other_layers_is_no_trouble():
+    class Custom(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+    encoder = nn.TransformerEncoder(Custom(), 2, enable_nested_tensor=False)
+    bln.convert(encoder)
+    assert len(bln.layers(encoder)) == 2
+
+
+def test_a_net_keeps_its_parameters_so_that_its_optimizer_keeps_working():
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(2), nn.LayerNorm(16))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = list(net.parameters())
+    assert bln.convert(net) is net
+    assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
+    old = net[1].weight.clone()
+    net(torch.randn(4, 3, 6, 6)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(net[1].weight, old)
+
+
+def test_batch_norm_without_running_statistics_uses_the_current_ones():
+    norm = warmed(nn.BatchNorm2d(6, track_running_stats=False), (8, 6, 5, 4))
+    x = torch.randn(8, 6, 5, 4)
+    expected = norm(x)
+    torch.testing.assert_close(bln.convert(norm)(x), expected, atol=1e-3, rtol=0)
+    with pytest.warns(UserWarning, match="its function changes"):
+        bln.convert(norm, per_position=True)
+
+
+def test_a_shared_norm_stays_shared():
+    norm = nn.BatchNorm1d(4)
+    net = bln.convert(nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm))
+    assert isinstance(net[1], BatchLayerNorm)
+    assert net[1] is net[3]
+
+
+def test_types_and_devices_come_along():
+    net = bln.convert(nn.Sequential(nn.BatchNorm1d(4)).bfloat16())
+    assert net[0].weight.dtype == torch.bfloat16
+    assert net[0].population.batch_var.dtype == torch.float32
+    assert bln.convert(nn.BatchNorm1d(4, device="meta")).population.batch_mean.is_meta
+    assert bln.convert(nn.BatchNorm1d(4, dtype=torch.float64)).population.batch_mean.dtype == torch.float64
+
+
+def test_what_cannot_be_kept_or_converted_is_named():
+    class MyRMSNorm(nn.Module):
+        def forward(self, x):
+            return x
+
+    class FancyBatchNorm(nn.BatchNorm2d):
+        pass
+
+    net = nn.ModuleDict(
+        {
+            "group": nn.GroupNorm(2, 6), "instance": nn.InstanceNorm1d(6), "wide": nn.LayerNorm([6, 4]),
+            "rms": MyRMSNorm(), "fancy": FancyBatchNorm(6), "response": nn.LocalResponseNorm(2),
+            "usual": nn.BatchNorm1d(6), "already": BatchLayerNorm(6),
+        }
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"bln\.convert") as caught:
+        bln.convert(net)
+    (message,) = [str(w.message) for w in caught]
+    for part in (
+        "group: its function changes", "instance: its function changes", "wide: left as it is",
+        "rms: left as it is, there is no rule for MyRMSNorm", "fancy: left", "response: left",
+    ):  # fmt: skip
+        assert part in message
+    assert "usual" not in message
+    assert "already" not in message
+    assert isinstance(net["group"], BatchLayerNorm)
+    assert isinstance(net["instance"], BatchLayerNorm)
+    assert type(net["fancy"]) is FancyBatchNorm
+    assert net["group"].population.updates.sum() == 0
+
+
+def test_a_transformer_does_not_bypass_the_layer_on_its_fast_path():
+    """torch's fused encoder reads norm1.weight and computes layer norm itself, whatever norm1 is."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, padding = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype, says torch
+        expected = encoder(x, src_key_padding_mask=padding)
+        bln.convert(encoder)
+        actual = encoder(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(actual[~padding], expected[~padding], atol=1e-3, rtol=0)
+        bln.configure(encoder, "TTTT")
+        assert (encoder(x, src_key_padding_mask=padding) - actual)[~padding].abs().max() > 0.01
+
+
+def test_a_converted_net_survives_a_round_trip(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    net(torch.randn(4, 3, 6, 6))
+    bln.convert(net, per_position=True)
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    again = bln.convert(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), per_position=True)
+    again.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
+    x = torch.randn(2, 3, 6, 6)
+    assert torch.equal(again.eval()(x), net.eval()(x))

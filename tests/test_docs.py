@@ -1,0 +1,43 @@
+"""Every Python block of the README and the docs runs, page by page, from top to bottom."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "page"}
+    for number, block in enumerate(blocks(page), 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def test_the_readme_example_is_short():
+    (example,) = blocks(ROOT / "README.md")
+    assert len(example.strip().splitlines()) <= 18
+    assert sum(bool(line.strip()) for line in example.splitlines()) <= 15
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_no_machine_paths_in_the_repository():
+    tracked = [p for folder in ("src", "docs", "tests", "benchmarks", "examples") for p in (ROOT / folder).rglob("*.*")]
+    for path in tracked:
+        if path.suffix in (".py", ".md", ".json", ".csv", ".toml"):
+            assert "/work" + "/main" not in path.read_text(encoding="utf-8"), path

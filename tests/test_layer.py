@@ -1,0 +1,519 @@
+"""The layer: what it remembers, how it infers, what it refuses."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bln
+import oracle
+from bln import BatchLayerNorm, StatisticsConfig
+from cases import cases
+
+CONFIGS = [str(config) for config in StatisticsConfig.all()]
+NAMES = {
+    "batch_mean": "mean_B",
+    "batch_var": "var_B",
+    "feature_mean": "mean_F",
+    "feature_var": "var_F",
+    "inverse_m": "inverse_m",
+}
+
+
+def state(layer):
+    return {name: value.clone() for name, value in layer.state_dict().items()}
+
+
+def assert_same_state(layer, before):
+    after = layer.state_dict()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+
+
+def assert_population(layer, expected, bound=1e-12):
+    for name, theirs in NAMES.items():
+        np.testing.assert_allclose(
+            getattr(layer.population, name).double().numpy(), getattr(expected, theirs), atol=bound, rtol=bound,
+            err_msg=name,
+        )  # fmt: skip
+
+
+class TestPopulation:
+    @given(st.data(), st.sampled_from([None, 0.1, 0.7, 0.0, 1.0]), st.booleans())
+    def test_statistics_are_those_of_the_oracle(self, data, momentum, per_position):
+        """Mini-batches of different sizes, masks and lengths, one after another, then all 16 configurations."""
+        d, rank = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 1))
+        drawn = [data.draw(cases(dtypes=(torch.float64,), features=d, rank=rank)) for _ in range(4)]
+        inputs = [(case.rows, case.numpy_mask) for case in drawn]
+        positions = tuple(np.max([rows.shape[1:-1] for rows, _ in inputs], axis=0).astype(int))
+        layer = BatchLayerNorm(
+            d, channel_dim=-1, momentum=momentum, per_position=per_position,
+            position_shape=positions if per_position else None, dtype=torch.float64,
+        )  # fmt: skip
+        expected = oracle.Population(positions if per_position else (), d)
+        for rows, mask in inputs:
+            layer(torch.tensor(rows), None if mask is None else torch.tensor(mask))
+            short = rows if mask is None else np.where(mask[..., None], rows, 0)
+            window = _Window(expected, rows.shape[1:-1] if per_position else ())
+            window.update(short, momentum, mask, per_position)
+        assert_population(layer, expected)
+
+        layer.eval()
+        rows, mask = inputs[-1]
+        window = _Window(expected, rows.shape[1:-1] if per_position else ())
+        for config in CONFIGS:
+            layer.config = config
+            y = layer(torch.tensor(rows), None if mask is None else torch.tensor(mask))
+            wanted = window.infer(
+                rows, config, mask=mask, per_position=per_position, eps=1e-4, mix_eps=1e-4, dim_scale=True
+            )
+            torch.testing.assert_close(y, torch.tensor(wanted), atol=1e-9, rtol=1e-9)
+
+    def test_initial_values_never_mix_in(self):
+        layer = BatchLayerNorm(3)
+        x = torch.randn(4, 3) * 5 + 7
+        layer(x)
+        torch.testing.assert_close(layer.population.batch_mean, x.mean(0))
+        torch.testing.assert_close(layer.population.batch_var, x.var(0))
+
+    def test_a_first_single_sample_leaves_the_variance_for_the_next_to_set(self):
+        layer = BatchLayerNorm(3)
+        layer(torch.randn(1, 3))
+        assert torch.equal(layer.population.batch_var, torch.ones(3))
+        x = torch.randn(4, 3) * 5
+        layer(x)
+        torch.testing.assert_close(layer.population.batch_var, x.var(0))
+
+    def test_the_average_of_one_over_m_is_remembered(self):
+        layer = BatchLayerNorm(3, momentum=None)
+        layer(torch.randn(2, 3))
+        layer(torch.randn(6, 3))
+        assert layer.population.inverse_m.item() == pytest.approx((2 * (1 / 2) + 6 * (1 / 6)) / 8)
+
+    def test_pooled_m_counts_samples_not_entries(self):
+        layer = BatchLayerNorm(3, per_position=False)
+        layer(torch.randn(4, 3, 7, 7))
+        assert layer.population.inverse_m.item() == 0.25
+
+    def test_masked_m_is_counted_at_each_position(self):
+        layer = BatchLayerNorm(3)
+        mask = torch.tensor([[True, True, False, False], [True, False, False, False]])
+        layer(torch.randn(2, 3, 4), mask)
+        assert layer.population.inverse_m.tolist() == [0.5, 1, 0, 0]
+        assert layer.population.updates.tolist() == [[1, int(name != "batch_var"), 0, 0] for name in NAMES]
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
+    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize("per_position", [True, False])
+    def test_a_mini_batch_that_is_not_finite_never_enters(self, bad, masked, per_position):
+        layer = BatchLayerNorm(3, per_position=per_position)
+        mask = torch.ones(4, 5, dtype=torch.bool) if masked else None
+        layer(torch.randn(4, 3, 5), mask)
+        before = state(layer)
+        x = torch.randn(4, 3, 5)
+        x[2, 1, 3] = bad
+        layer(x, mask)
+        assert_same_state(layer, before)
+        layer(torch.randn(4, 3, 5), mask)
+        assert layer.population.updates.max() == 2
+
+    @pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
+    def test_an_overflow_of_one_variance_alone_is_enough(self, shape):
+        """A single sample has no batch variance to overflow, a single feature no feature variance."""
+        layer = BatchLayerNorm(shape[1])
+        x = torch.ones(shape)
+        x.view(-1)[1] = 3e30
+        layer(x)
+        assert not layer.population.updates.any()
+
+    def test_large_but_finite_variances_do_enter(self):
+        """Their sum over positions, 2000 * 1e36, is not."""
+        layer = BatchLayerNorm(2)
+        layer(torch.randn(4, 2, 1000) * 1e18)
+        assert layer.population.updates.all()
+
+    def test_float16_values_that_overflow_a_float16_square_do_enter(self):
+        layer = BatchLayerNorm(3)
+        x = torch.randn(8, 3).half() * 10000
+        layer(x)
+        torch.testing.assert_close(layer.population.batch_var, x.float().var(0))
+
+    def test_statistics_are_updated_in_place(self):
+        """What a CUDA graph or DistributedDataParallel holds on to stays what the layer writes to."""
+        layer = BatchLayerNorm(3)
+        held = dict(layer.named_buffers())
+        layer(torch.randn(4, 3, 5))
+        pointers = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
+        layer(torch.randn(4, 3, 5))
+        layer.reset_statistics()
+        layer(torch.randn(4, 3, 5))
+        for name, buffer in layer.named_buffers():
+            assert buffer is held[name]
+            assert buffer.data_ptr() == pointers[name]
+
+    def test_two_forwards_before_a_backward(self):
+        layer = BatchLayerNorm(3)
+        x = torch.randn(4, 3, requires_grad=True)
+        (layer(x) + layer(x * 2)).sum().backward()
+        assert not any(buffer.requires_grad for buffer in layer.buffers())
+
+    def test_eval_remembers_nothing(self):
+        layer = BatchLayerNorm(3)
+        layer(torch.randn(4, 3, 5))
+        before = state(layer)
+        layer.eval()
+        for config in CONFIGS:
+            layer.config = config
+            layer(torch.randn(4, 3, 5))
+        layer.config = "TTFF"
+        assert_same_state(layer, before)
+
+    def test_a_layer_first_shaped_in_inference_mode_can_be_trained(self):
+        layer = BatchLayerNorm(4)
+        with torch.inference_mode():
+            layer(torch.randn(5, 4, 3))
+        layer(torch.randn(5, 4, 3)).sum().backward()
+        assert (layer.population.updates == 2).all()
+
+    def test_reset_forgets_but_knows_its_positions(self):
+        layer = BatchLayerNorm(3)
+        layer(torch.randn(4, 3, 5))
+        layer.reset_statistics()
+        fresh = BatchLayerNorm(3, position_shape=5)
+        assert_same_state(layer, state(fresh))
+        layer.weight.data.fill_(3)
+        layer.bias.data.fill_(3)
+        layer.reset_parameters()
+        assert_same_state(layer, state(fresh))
+
+
+class _Window(oracle.Population):
+    """The first positions of an oracle's population, as a shorter sequence uses them."""
+
+    def __init__(self, population, positions):
+        index = (*(slice(size) for size in positions), ...)
+        for name, value in vars(population).items():
+            setattr(self, name, value[index])
+
+
+class TestInference:
+    @pytest.mark.parametrize("config", CONFIGS)
+    @pytest.mark.parametrize("per_position", [True, False])
+    @pytest.mark.parametrize("m", [1, 2, 25])
+    def test_any_batch_size_after_any_training_batch_size(self, config, per_position, m):
+        layer = BatchLayerNorm(6, per_position=per_position, config=config)
+        for _ in range(3):
+            layer(torch.randn(m, 6, 4, 4))
+        layer.eval()
+        for n in (1, 3, 40):
+            y = layer(torch.randn(n, 6, 4, 4))
+            assert y.isfinite().all()
+            assert y.std() > 0.01
+
+    @pytest.mark.parametrize("config", [c for c in CONFIGS if c.startswith("TT")])
+    @pytest.mark.parametrize("shape", [(7,), (5, 3), (64, 7, 9), (1031,), (40001,), (3, 5, 2, 3)])
+    @pytest.mark.parametrize("per_position", [True, False])
+    @pytest.mark.parametrize("threads", [1, 2, 3])
+    def test_population_batch_statistics_make_a_sample_independent_bit_for_bit(
+        self, config, shape, per_position, threads
+    ):
+        layer = BatchLayerNorm(shape[0], config=config, per_position=per_position)
+        layer(torch.randn(4, *shape))
+        layer.eval()
+        x = torch.randn(6, *shape) + 3
+        torch.set_num_threads(threads)
+        try:
+            together = layer(x)
+            for some in ([0], [3], [5, 3], [0, 1, 2]):
+                assert torch.equal(layer(x[some]), together[some]), some
+            last = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+            assert torch.equal(layer(last), together)
+        finally:
+            torch.set_num_threads(1)
+
+    @pytest.mark.parametrize("config", [c for c in CONFIGS if not c.startswith("TT")])
+    def test_current_batch_statistics_make_it_depend_on_its_companions(self, config):
+        layer = BatchLayerNorm(5, config=config)
+        layer(torch.randn(4, 5))
+        layer.eval()
+        x = torch.randn(6, 5)
+        assert not torch.allclose(layer(x)[:1], layer(x[:1]), atol=1e-3)
+
+    def test_before_training_it_uses_mean_0_variance_1_and_the_current_m(self):
+        layer = BatchLayerNorm(4, config="TTFF", dim_scale=False, dtype=torch.float64).eval()
+        x = torch.randn(5, 4, 3, dtype=torch.float64)
+        x_F = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-4).sqrt()
+        torch.testing.assert_close(layer(x), (4 / 5 - 1e-4) * x / (1 + 1e-4) ** 0.5 + (1 / 5 - 1e-4) * x_F)
+        assert layer.population.position_shape is None
+
+    def test_current_deviation_is_measured_around_the_chosen_mean(self):
+        layer = BatchLayerNorm(4, config="TFTF", dim_scale=False, mix_eps=0.0, dtype=torch.float64)
+        layer(torch.randn(6, 4, dtype=torch.float64))
+        population = copy.deepcopy(layer.population)
+        x = torch.randn(3, 4, dtype=torch.float64) + 2
+        from_batch, from_features = x - population.batch_mean, x - population.feature_mean
+        x_B = from_batch / (from_batch.square().mean(0) + 1e-4).sqrt()
+        x_F = from_features / (from_features.square().mean(1, keepdim=True) + 1e-4).sqrt()
+        torch.testing.assert_close(layer.eval()(x), 5 / 6 * x_B + 1 / 6 * x_F)
+
+    def test_shorter_sequences_use_the_first_positions(self):
+        layer = BatchLayerNorm(3, position_shape=6)
+        layer(torch.randn(4, 3, 6) + torch.arange(6.0))
+        layer.eval()
+        x = torch.randn(2, 3, 6)
+        assert torch.equal(layer(x[..., :4]), layer(x)[..., :4])
+
+    def test_a_shorter_training_sequence_updates_the_first_positions(self):
+        layer = BatchLayerNorm(3, position_shape=6)
+        layer(torch.randn(4, 3, 4))
+        assert layer.population.updates[0].tolist() == [1, 1, 1, 1, 0, 0]
+
+    @pytest.mark.parametrize("config", CONFIGS)
+    def test_fine_tuning_in_eval_has_gradients(self, config):
+        layer = BatchLayerNorm(4, config=config)
+        layer(torch.randn(6, 4, 3))
+        layer.eval()
+        x = torch.randn(5, 4, 3, requires_grad=True)
+        layer(x).square().sum().backward()
+        for gradient in (x.grad, layer.weight.grad, layer.bias.grad):
+            assert gradient.isfinite().all()
+            assert gradient.abs().sum() > 0
+
+
+class TestTypes:
+    @pytest.mark.parametrize("cast", ["half", "bfloat16"])
+    def test_low_precision_does_not_touch_the_statistics(self, cast):
+        layer = BatchLayerNorm(3)
+        layer(torch.randn(4, 3, 5))
+        before = copy.deepcopy(layer.population)
+        getattr(layer, cast)()
+        assert layer.weight.dtype == getattr(torch, cast if cast == "bfloat16" else "float16")
+        for name, value in before.named_buffers():
+            assert torch.equal(getattr(layer.population, name), value)
+        y = layer(torch.randn(4, 3, 5).to(layer.weight.dtype))
+        assert y.dtype == layer.weight.dtype
+        assert layer.population.batch_mean.dtype == torch.float32
+
+    def test_to_a_type_inside_a_model_keeps_the_statistics_too(self):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3), BatchLayerNorm(3)).to(torch.bfloat16)
+        assert net[1].population.batch_var.dtype == torch.float32
+        net(torch.randn(4, 3).bfloat16()).sum().backward()
+        assert net[1].weight.grad.dtype == torch.bfloat16
+
+    def test_double_layers_keep_double_statistics_and_come_back(self):
+        layer = BatchLayerNorm(3, dtype=torch.float64)
+        assert layer.population.batch_mean.dtype == torch.float64
+        assert layer.float().population.batch_mean.dtype == torch.float32
+        assert BatchLayerNorm(3).double().population.batch_mean.dtype == torch.float64
+        assert BatchLayerNorm(3, dtype=torch.float16).population.batch_mean.dtype == torch.float32
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("training", [True, False])
+    def test_the_output_has_the_input_type(self, dtype, training):
+        layer = BatchLayerNorm(3)
+        layer(torch.randn(4, 3))
+        assert layer.train(training)(torch.randn(4, 3).to(dtype)).dtype == dtype
+        assert layer.population.batch_mean.dtype == torch.float32
+
+
+class TestStateDict:
+    def trained(self, **kwargs):
+        layer = BatchLayerNorm(3, config="FTFT", **kwargs)
+        for _ in range(3):
+            layer(torch.randn(4, 3, 5))
+        torch.nn.init.normal_(layer.weight)
+        return layer
+
+    def test_it_holds_the_configuration_as_four_uint8(self):
+        found = [v for v in self.trained().state_dict().values() if v.dtype == torch.uint8]
+        assert len(found) == 1
+        assert found[0].tolist() == [0, 1, 0, 1]
+
+    @pytest.mark.parametrize("assign", [False, True])
+    @pytest.mark.parametrize("target", [{}, {"position_shape": 5}, {"dtype": torch.float64}, {"device": "meta"}])
+    def test_it_loads_strictly_into_layers_that_know_their_positions_or_do_not(self, target, assign):
+        if target.get("device") == "meta" and not assign:
+            target = {"device": "cpu"}
+        source, layer = self.trained(), BatchLayerNorm(3, **target)
+        layer.load_state_dict(state(source), strict=True, assign=assign)
+        assert str(layer.config) == "FTFT"
+        assert layer.population.position_shape == (5,)
+        x = torch.randn(2, 3, 5)
+        torch.testing.assert_close(layer.eval()(x), source.eval()(x))
+        layer.train()(x)
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_one_from_before_the_first_batch_loads_into_a_layer_that_knows(self, assign):
+        layer = self.trained()
+        layer.load_state_dict(state(BatchLayerNorm(3)), assign=assign)
+        assert layer.population.position_shape == (5,)
+        assert layer.population.updates.shape == (5, 5)
+        assert not layer.population.updates.any()
+        layer(torch.randn(4, 3, 5))
+
+    def test_weights_only_files(self, tmp_path):
+        source = self.trained()
+        torch.save(source.state_dict(), tmp_path / "layer.pt")
+        layer = BatchLayerNorm(3)
+        layer.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+        assert_same_state(layer, state(source))
+
+    @pytest.mark.parametrize("kind", ["deepcopy", "pickle", "save"])
+    def test_copies_go_their_own_ways(self, kind):
+        source = self.trained()
+        if kind == "deepcopy":
+            layer = copy.deepcopy(source)
+        elif kind == "pickle":
+            layer = pickle.loads(pickle.dumps(source))
+        else:
+            buffer = io.BytesIO()
+            torch.save(source, buffer)
+            buffer.seek(0)
+            layer = torch.load(buffer, weights_only=False)
+        before = state(source)
+        assert_same_state(layer, before)
+        assert str(layer.config) == "FTFT"
+        layer(torch.randn(4, 3, 5))
+        assert_same_state(source, before)
+
+    def test_on_meta(self, tmp_path):
+        torch.save(self.trained().state_dict(), tmp_path / "layer.pt")
+        layer = BatchLayerNorm(3, device="meta")
+        layer.load_state_dict(torch.load(tmp_path / "layer.pt", map_location="meta"), assign=True)
+        assert layer.population.batch_mean.is_meta
+        assert layer.population.position_shape == (5,)
+        with torch.device("meta"):
+            layer.load_state_dict(layer.state_dict(), assign=True)
+
+    def test_a_dict_in_half_precision_does_not_narrow_the_statistics(self):
+        saved = {k: v.half() if v.is_floating_point() else v for k, v in state(self.trained()).items()}
+        layer = BatchLayerNorm(3)
+        layer.load_state_dict(saved, assign=True)
+        assert layer.weight.dtype == torch.float16
+        assert layer.population.batch_var.dtype == torch.float32
+
+    @pytest.mark.parametrize("bad", [torch.tensor([1, 1]), torch.tensor([1, 1, 1, 7]), None, "TTFF"])
+    def test_a_malformed_configuration_is_refused(self, bad):
+        with pytest.raises(ValueError, match="four uint8 of 0 and 1"):
+            BatchLayerNorm(3).load_state_dict({**state(BatchLayerNorm(3)), "_extra_state": bad})
+
+    def test_a_refused_state_leaves_statistics_and_configuration(self):
+        for options in ({}, {"per_position": False}):
+            layer = BatchLayerNorm(4, **options)
+            layer(torch.randn(6, 4, 5))
+            before = state(layer)
+            with pytest.raises(RuntimeError, match="do not fit a layer of 4 features"):
+                layer.load_state_dict(state(self.trained(**options)))
+            assert_same_state(layer, before)
+
+    def test_other_positions_are_refused_with_a_reason(self):
+        layer = BatchLayerNorm(3, position_shape=7)
+        before = state(layer)
+        with pytest.raises(RuntimeError, match=r"saved with statistics for positions \(5,\).*keeps them for \(7,\)"):
+            layer.load_state_dict(state(self.trained()))
+        assert_same_state(layer.population, {k[11:]: v for k, v in before.items() if k.startswith("population")})
+
+    def test_a_per_position_state_is_refused_by_a_pooled_layer(self):
+        with pytest.raises(RuntimeError, match="per_position=False"):
+            BatchLayerNorm(3, per_position=False).load_state_dict(state(self.trained()))
+
+    def test_another_number_of_features_is_refused(self):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            BatchLayerNorm(4).load_state_dict(state(self.trained()))
+
+    def test_a_missing_statistic_is_refused(self):
+        incomplete = state(self.trained())
+        del incomplete["population.inverse_m"]
+        with pytest.raises(RuntimeError, match=r"Missing key.*population\.inverse_m"):
+            BatchLayerNorm(3).load_state_dict(incomplete)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"num_features": 0}, "an integer of at least 1, got 0"),
+            ({"channel_dim": 0}, "got 0; 0 is that of samples"),
+            ({"channel_dim": 1.5}, "got 1.5"),
+            ({"num_features": "3"}, "an integer of at least 1, got '3'"),
+            ({"momentum": "x"}, "momentum must be"),
+            ({"eps": None}, "eps must be a positive number, got None"),
+            ({"eps": 0.0}, "eps must be a positive number, got 0.0"),
+            ({"eps": -1e-4}, "eps must be"),
+            ({"eps": float("nan")}, "eps must be"),
+            ({"mix_eps": 1.5}, "mix_eps must be None"),
+            ({"momentum": 1.5}, r"momentum must be None \(plain average\) or in \[0, 1\], got 1.5"),
+            ({"momentum": -0.1}, "momentum must be"),
+            ({"config": "TTT"}, "'TTT' is not a configuration"),
+            ({"position_shape": (4, 0)}, r"positive sizes, got \(4, 0\)"),
+            ({"position_shape": 4, "per_position": False}, "goes with per_position=True"),
+        ],
+    )
+    def test_constructor(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            BatchLayerNorm(**{"num_features": 3, **arguments})
+
+    @pytest.mark.parametrize("training", [True, False])
+    @pytest.mark.parametrize(
+        ("x", "mask", "error", "message"),
+        [
+            (torch.randn(4, 5, 6), None, ValueError, "expected 3 features along dimension 1, got 5"),
+            (torch.randn(3), None, ValueError, "expected an input"),
+            (torch.randn(4, 3), None, ValueError, r"positions \(\), but statistics are kept for positions \(6,\)"),
+            (torch.randn(4, 3, 7), None, ValueError, r"\(1\) position_shape=.*\(2\) per_position=False"),
+            (torch.randn(4, 3, 6, 2), None, ValueError, r"positions \(6, 2\)"),
+            (torch.randn(0, 3, 6), None, ValueError, "empty"),
+            (torch.ones(4, 3, 6, dtype=torch.int32), None, TypeError, "floating point"),
+            (torch.ones(4, 3, 6, dtype=torch.cfloat), None, TypeError, "floating point"),
+            (torch.randn(4, 3, 6), torch.ones(4, 6), TypeError, "boolean mask"),
+            (torch.randn(4, 3, 6), [[True] * 6] * 4, TypeError, "boolean mask, true at real entries, got list"),
+            (np.ones((4, 3, 6)), None, TypeError, "expected a torch.Tensor as input, got ndarray"),
+            (torch.randn(4, 3, 6), torch.ones(4, 3, dtype=torch.bool), ValueError, r"mask of shape \(4, 6\)"),
+            (torch.randn(4, 3, 6), torch.zeros(4, 6, dtype=torch.bool), ValueError, "hides every entry"),
+        ],
+    )
+    def test_forward_says_what_is_wrong_and_leaves_the_statistics(self, training, x, mask, error, message):
+        layer = BatchLayerNorm(3)
+        layer(torch.randn(4, 3, 6))
+        before = state(layer)
+        layer.train(training)
+        with pytest.raises(error, match=message):
+            layer(x, mask)
+        assert_same_state(layer, before)
+
+    def test_a_bad_configuration_leaves_the_old_one(self):
+        layer = BatchLayerNorm(3, config="FTFF")
+        with pytest.raises(ValueError, match="not a configuration"):
+            layer.config = "FT"
+        assert str(layer.config) == "FTFF"
+
+
+def test_repr_tells_what_was_chosen():
+    assert repr(BatchLayerNorm(3)) == "BatchLayerNorm(3, position_shape=None, config=TTFF)"
+    layer = BatchLayerNorm(3, channel_dim=-1, per_position=False, momentum=None, bias=False, eps=1e-3, config="FTFF")
+    assert repr(layer) == (
+        "BatchLayerNorm(3, channel_dim=-1, per_position=False, config=FTFF, eps=0.001, momentum=None, bias=False)"
+    )
+
+
+def test_training_with_bln_learns():
+    """A net that cannot fit the labels without a working backward does with it."""
+    x = torch.randn(64, 10)
+    target = (x[:, 0] * x[:, 1] > 0).float()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(10, 32), torch.nn.Tanh(), BatchLayerNorm(32), torch.nn.Linear(32, 32), torch.nn.Tanh(),
+        BatchLayerNorm(32), torch.nn.Linear(32, 1),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(net(x)[:, 0], target).backward()
+        optimizer.step()
+    bln.calibrate(net, [x], progress=False)
+    assert ((net.eval()(x)[:, 0] > 0) == target.bool()).float().mean() > 0.95

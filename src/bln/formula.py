@@ -64,7 +64,7 @@ def choose(
 
     A current deviation is measured around the mean that was chosen. Members of ``current`` that ``config`` does not
     ask for may be ``None``. The weights are those of training: ``1/m`` is always the population's. To choose for each
-    group of samples, give ``config`` as :class:`Switches` and the library's own ``where(switch, yes, no)``.
+    group of samples, give ``config`` as ``Switches`` and the library's own ``where(switch, yes, no)``.
     """
 
     def pair(mean: str, var: str, population_mean: Any, population_var: Any) -> tuple[Any, Any]:

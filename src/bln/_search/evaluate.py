@@ -192,14 +192,14 @@ class Evaluator:
         """The first way whose outputs and losses equal those of separate evaluations, and the scores seen there."""
         if single:
             return self._find_single(first(batch, _PROBES), assignments), None
-        outputs, targets, times = [], None, []
+        results: list[tuple[Any, Any]] = []
+        times = []
         for assignment in assignments:
             start = self._clock()
-            [(output, targets)] = self._separately(batch, [assignment])
+            results += self._separately(batch, [assignment])
             times.append(self._clock() - start)
-            outputs.append(output)
-        values = self._scores(((output, targets) for output in outputs), batch)
-        way = self._equal_way(batch, assignments, single, outputs, values[0])
+        values = self._scores(iter(results), batch)
+        way = self._equal_way(batch, assignments, single, [outputs for outputs, _ in results], values[0])
         if way.mode != "separate":  # the check was the first pass and warmed up; as the median leaves out a first run
             together = min(self._time(self._together(way, batch, assignments, single)) for _ in range(2))
             way.on_trial = together > len(times) * median(times)

@@ -125,7 +125,7 @@ def _much(share: float, error: float) -> float:
 class SearchResult:
     """The configurations that were tried, best first.
 
-    Prints as a table: through rich in a terminal, as HTML in a notebook. Iterating gives :class:`Row` after row, by
+    Prints as a table: through rich in a terminal, as HTML in a notebook. Iterating gives ``Row`` after row, by
     loss and then by the first metric; rows whose loss is NaN come last.
 
     Attributes:
@@ -134,7 +134,7 @@ class SearchResult:
         notes: What one should know about these numbers.
         samples, batches: The data they were taken on.
         robust: Ranked by the worst arrangement.
-        statistics: After a calibration, the population statistics of each layer. :meth:`apply` puts them in place.
+        statistics: After a calibration, the population statistics of each layer. ``apply`` puts them in place.
     """
 
     rows: Sequence[Row]
@@ -162,7 +162,7 @@ class SearchResult:
 
         Args:
             model: The model searched, or one with layers of the same names.
-            which: A row, ``"FTFF"``, a :class:`StatisticsConfig` or a mapping from names to such; ``None`` is the best.
+            which: A row, ``"FTFF"``, a ``StatisticsConfig`` or a mapping from names to such; ``None`` is the best.
 
         Returns:
             The row applied, if it is one of them.

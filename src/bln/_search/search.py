@@ -49,7 +49,7 @@ def search(
     """Find the configuration of statistics that suits a trained model: all 16 on held-out batches, in one pass.
 
     Search on **validation** data. The test set is for the one configuration that was chosen. The model is left as it
-    was found, whatever happens; :meth:`SearchResult.apply` gives it the winner.
+    was found, whatever happens; ``SearchResult.apply`` gives it the winner.
 
     Args:
         model: A trained model with BLN layers, on the device it should run on.
@@ -73,7 +73,7 @@ def search(
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
 
     Returns:
-        A :class:`SearchResult`: a table that prints, exports, iterates best first, and applies to the model.
+        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
 
     Examples:
         >>> import torch, bln

@@ -13,12 +13,3 @@ def stopped_clock(monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Nets this small only wait for a second thread, and long where other tests have the core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

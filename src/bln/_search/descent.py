@@ -18,7 +18,7 @@ _ROUNDING = 1e-6
 def descend(start: Assignment, names: Sequence[str], costs: Costs) -> Assignment:
     """Change one layer at a time to its best configuration until no change of a single layer improves.
 
-    A layer's 16 candidates, the present one among them, are compared in one evaluation, so the cost never rises.
+    Costs are remembered, and only a lower one moves on, so that the cost never rises and the descent ends.
     """
     best, unchanged, at = start, 0, 0
     while unchanged < len(names):

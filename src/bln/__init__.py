@@ -7,6 +7,7 @@ torch.Size([25, 16, 8, 8])
 """
 
 from . import functional
+from ._search import SearchResult, search
 from .config import StatisticsConfig
 from .conversion import convert
 from .formula import Statistics
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchLayerNorm",
+    "SearchResult",
     "Statistics",
     "StatisticsConfig",
     "calibrate",
@@ -27,4 +29,5 @@ __all__ = [
     "insert",
     "layers",
     "reset_statistics",
+    "search",
 ]

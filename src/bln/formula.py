@@ -11,6 +11,15 @@ from typing import Any, NamedTuple
 from .config import StatisticsConfig
 
 
+class Switches(NamedTuple):
+    """A configuration for each of several groups of samples: boolean arrays that broadcast against the statistics."""
+
+    batch_mean: Any
+    batch_std: Any
+    feature_mean: Any
+    feature_std: Any
+
+
 class Statistics(NamedTuple):
     """The five statistics that normalize a mini-batch, as arrays of one kind.
 
@@ -48,14 +57,23 @@ def transform(
     return y if beta is None else y + beta
 
 
-def choose(config: StatisticsConfig, current: Statistics, population: Statistics) -> Statistics:
+def choose(
+    config: StatisticsConfig | Switches, current: Statistics, population: Statistics, where: Any = None
+) -> Statistics:
     """Eqs 18-21: the population's or the current mini-batch's value of each statistic.
 
     A current deviation is measured around the mean that was chosen. Members of ``current`` that ``config`` does not
-    ask for may be ``None``. The weights are those of training: ``1/m`` is always the population's.
+    ask for may be ``None``. The weights are those of training: ``1/m`` is always the population's. To choose for each
+    group of samples, give ``config`` as ``Switches`` and the library's own ``where(switch, yes, no)``.
     """
 
-    def pair(mean: str, var: str, population_mean: bool, population_var: bool) -> tuple[Any, Any]:
+    def pair(mean: str, var: str, population_mean: Any, population_var: Any) -> tuple[Any, Any]:
+        if where is not None and getattr(current, mean) is not None:
+            chosen = where(population_mean, getattr(population, mean), getattr(current, mean))
+            around = getattr(current, var) + (getattr(current, mean) - chosen) ** 2  # + 0 around its own mean
+            return chosen, where(population_var, getattr(population, var), around)
+        if where is not None:
+            return getattr(population, mean), getattr(population, var)
         chosen = getattr(population if population_mean else current, mean)
         if population_var:
             return chosen, getattr(population, var)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Generator, Iterable, Sized
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def track(items: Iterable[T], description: str) -> Iterator[T]:
+def track(items: Iterable[T], description: str) -> Generator[T]:
     """Iterate over ``items``, with a bar on standard error that shows how many are done and how long is left."""
     try:
         from rich.console import Console

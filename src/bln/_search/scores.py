@@ -1,0 +1,145 @@
+"""Losses and metrics, from outputs to means over samples with their standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Function = Callable[[Any, Any], Any]
+"""``f(outputs, targets)``, the mean over the mini-batch's samples."""
+Metrics = str | Sequence[str] | Mapping[str, Function | str]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss and metrics, means over samples, and their standard errors over mini-batches (NaN for one mini-batch)."""
+
+    loss: float
+    loss_error: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_error: dict[str, float] = field(default_factory=dict)
+
+
+def accuracy(outputs: Any, targets: Any) -> Tensor:
+    """The share of samples whose largest output is the target's; of a single output, whose sign is.
+
+    >>> accuracy(torch.tensor([[0.1, 2.0], [3.0, 1.0]]), torch.tensor([1, 1]))
+    tensor(0.5000)
+    >>> accuracy(torch.tensor([[0.3], [-2.0]]), torch.tensor([1.0, 0.0]))
+    tensor(1.)
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        raise TypeError(
+            f"'accuracy' is for a tensor of outputs and one of targets, got {type(outputs).__name__} and "
+            f"{type(targets).__name__}; pass a function, metrics={{'accuracy': lambda outputs, targets: ...}}"
+        )
+    single = outputs.dim() == 1 or outputs.shape[1] == 1
+    predicted = (outputs > 0).reshape(targets.shape) if single else outputs.argmax(1)
+    if predicted.shape != targets.shape:
+        raise ValueError(
+            f"'accuracy' is for outputs (N, classes, ...) and class targets (N, ...), or outputs (N,) or (N, 1) and "
+            f"targets of 0 and 1; got {tuple(outputs.shape)} and {tuple(targets.shape)}. Pass a function instead"
+        )
+    return (predicted == targets).float().mean()
+
+
+_NAMED: dict[str, Function] = {"accuracy": accuracy}
+
+
+class Measure:
+    """The loss and the metrics of outputs, as a list of scalars."""
+
+    def __init__(self, loss: Function, metrics: Metrics | None) -> None:
+        if not callable(loss):
+            raise TypeError(f"loss must be a function loss(outputs, targets), such as F.cross_entropy; got {loss!r}")
+        if isinstance(metrics, str):
+            metrics = [metrics]
+        named: Mapping[str, Function | str]
+        named = metrics if isinstance(metrics, Mapping) else {name: name for name in metrics or ()}
+        self.metrics = tuple(named)
+        self._functions = [loss, *(self._function(name, given) for name, given in named.items())]
+
+    @staticmethod
+    def _function(name: str, given: Function | str) -> Function:
+        if isinstance(given, str) and given in _NAMED:
+            return _NAMED[given]
+        if callable(given):
+            return given
+        raise ValueError(
+            f"metric {name!r} is {given!r}, expected a function metric(outputs, targets) or one of "
+            f"{', '.join(map(repr, _NAMED))}"
+        )
+
+    def __call__(self, outputs: Any, targets: Any) -> list[Tensor]:
+        values = [function(outputs, targets) for function in self._functions]
+        return [_scalar(value, name) for value, name in zip(values, ("loss", *self.metrics), strict=True)]
+
+
+def _scalar(value: Any, name: str) -> Tensor:
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.float64)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must return a scalar, got {type(value).__name__}")
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must return a scalar, the mean over the batch, got a tensor of shape {tuple(value.shape)}; "
+            "try reduction='mean', or .mean() at its end"
+        )
+    return value.detach().reshape(())
+
+
+class Tally:
+    """Adds up the scores of several configurations, mini-batch by mini-batch."""
+
+    def __init__(self, metrics: Sequence[str]) -> None:
+        self._metrics = tuple(metrics)
+        self._values: list[Tensor] = []
+        self._samples: list[int] = []
+
+    def add(self, values: Tensor, samples: int) -> None:
+        """Take the scores of a mini-batch, ``(configurations, 1 + metrics)``."""
+        self._values.append(values)
+        self._samples.append(samples)
+
+    @property
+    def batches(self) -> int:
+        """How many mini-batches were added."""
+        return len(self._samples)
+
+    @property
+    def samples(self) -> int:
+        """How many samples they held."""
+        return sum(self._samples)
+
+    def scores(self) -> list[Score]:
+        """Means over samples; a mini-batch weighs as much as it has samples, in the standard error too."""
+        values = torch.stack(self._values)
+        weights = torch.tensor(self._samples, dtype=torch.float64)
+        weights = (weights / weights.sum()).reshape(-1, 1, 1)
+        mean = (weights * values).sum(0)
+        count = len(values)
+        spread = (weights * (values - mean)).square().sum(0)
+        error = (spread * count / (count - 1)).sqrt() if count > 1 else torch.full_like(mean, math.nan)
+        return [
+            Score(
+                loss,
+                loss_error,
+                dict(zip(self._metrics, metrics, strict=True)),
+                dict(zip(self._metrics, metrics_error, strict=True)),
+            )
+            for (loss, *metrics), (loss_error, *metrics_error) in zip(mean.tolist(), error.tolist(), strict=True)
+        ]
+
+
+def length(*values: Any) -> int:
+    """The number of samples: the length of the first tensor in ``values``, which may be nested."""
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise ValueError("a batch holds no tensor to tell how many samples it has")

@@ -103,19 +103,18 @@ def batch_layer_norm(
 
     if population is None and mask is None:
         w_B, w_F = formula.weights(1 / x.shape[0], mix_eps, x.shape[channel_dim], dim_scale)
-        kernels = _kernels(x)
-        fast = kernels is not None and kernels.usable(x, weight, bias)
-        train, tensors = (kernels.train, (x, weight, bias)) if fast else (native.train, (x.to(dtype), gamma, beta))
+        kernels = _kernels(x, weight, bias)
+        train, tensors = (kernels.train, (x, weight, bias)) if kernels else (native.train, (x.to(dtype), gamma, beta))
         y, statistics = train(*tensors, channel_dim=channel_dim, per_position=per_position, eps=eps, w_B=w_B, w_F=w_F)
     else:
         rows = x.to(dtype).movedim(channel_dim, -1)
         if mask is not None:
             rows = torch.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
         if population is None:
-            statistics = _current(rows, mask, per_position)
+            statistics = current(rows, mask, per_position)
         else:
             config = StatisticsConfig.parse(config)
-            statistics = formula.choose(config, _current(rows, mask, per_position, config), population)
+            statistics = formula.choose(config, current(rows, mask, per_position, config), population)
         y = formula.transform(rows, statistics, gamma, beta, eps=eps, mix_eps=mix_eps, dim_scale=dim_scale)
         if mask is not None:
             y = torch.where(mask[..., None], y, 0)
@@ -126,9 +125,10 @@ def batch_layer_norm(
     return (y, Statistics(*(s.detach() for s in statistics))) if return_statistics else y
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
-    """The Triton kernels, for a GPU that has Triton; a compiler does better with the operators."""
-    return _import_kernels() if x.is_cuda and not torch.compiler.is_compiling() else None
+def _kernels(x: Tensor, *parameters: Tensor | None) -> ModuleType | None:
+    """The Triton kernels, where they can be used; a compiler does better with the operators."""
+    kernels = _import_kernels() if x.is_cuda and not torch.compiler.is_compiling() else None
+    return kernels if kernels and kernels.usable(x, *parameters) else None
 
 
 @cache
@@ -190,7 +190,7 @@ def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tupl
     return mask.reshape(shape[0], -1).any(1).sum(), mask.sum()
 
 
-def _current(
+def current(
     rows: Tensor, mask: Tensor | None, per_position: bool, config: StatisticsConfig | None = None
 ) -> Statistics:
     """Eqs 10-13, of features-last ``rows`` whose hidden entries are 0; only what ``config`` asks for."""

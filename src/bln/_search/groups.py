@@ -225,15 +225,15 @@ def _table(configs: tuple[StatisticsConfig, ...], device: torch.device) -> tuple
 def _current(rows: Tensor, mask: Tensor | None, per_position: bool, asked: StatisticsConfig) -> Statistics:
     """The current statistics of each mini-batch in ``rows``, shaped to be broadcast against it."""
     if per_position:
-        return functional._current(rows, mask, True, asked)
-    statistics = functional._current(rows, None, True, StatisticsConfig(True, True, *_switches(asked)[2:]))
+        return functional.current(rows, mask, True, asked)
+    statistics = functional.current(rows, None, True, StatisticsConfig(True, True, *_switches(asked)[2:]))
     if asked.uses_batch:  # pooled: positions count as samples, copies and mini-batches stay apart
         positions = rows.dim() - 4
 
         def pool(value: Tensor) -> Tensor:
             return value.movedim(list(range(3, 3 + positions)), list(range(1, 1 + positions))).flatten(0, positions)
 
-        batch = functional._current(pool(rows), None if mask is None else pool(mask), True, _BATCH_ONLY)
+        batch = functional.current(pool(rows), None if mask is None else pool(mask), True, _BATCH_ONLY)
         mean, var = (s.reshape(*s.shape[:2], *[1] * positions, -1) for s in (batch.batch_mean, batch.batch_var))
         statistics = statistics._replace(batch_mean=mean, batch_var=var)
     return statistics

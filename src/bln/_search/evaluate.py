@@ -123,7 +123,7 @@ class Evaluator:
         if not single:
             return self._scores(self._separately(batch, assignments), batch)
         values = [self._scores(self._separately(sample, assignments), sample)[0] for sample in one_by_one(batch)]
-        return torch.stack(values).mean(0), len(values)
+        return torch.stack(values).cpu().double().mean(0), len(values)
 
     def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> Iterator[tuple[Any, Any]]:
         for assignment in assignments:
@@ -177,12 +177,15 @@ class Evaluator:
             torch.cuda.empty_cache()
 
     def _scores(self, results: Iterator[tuple[Any, Any]], batch: Any) -> tuple[Tensor, int]:
-        kind = torch.float32 if self._device.type == "mps" else torch.float64  # which knows no other
+        """Left on the device: waiting for it is for the end."""
         rows, samples = [], 0
         for outputs, targets in results:
-            rows.append(torch.stack([value.to(self._device, kind) for value in self.measure(outputs, targets)]))
+            rows.append(self.measure(outputs, targets))
             samples = samples or length(targets, outputs, batch)
-        return torch.stack(rows).cpu().double(), samples
+        flat = [value for row in rows for value in row]
+        if len({(value.device, value.dtype) for value in flat}) > 1:
+            flat = [value.cpu().double() for value in flat]
+        return torch.stack(flat).reshape(len(rows), -1), samples
 
     # ---- finding the way
 
@@ -207,7 +210,7 @@ class Evaluator:
 
     def _find_single(self, probes: Any, assignments: Sequence[Assignment]) -> Way:
         parts = [list(self._separately(sample, assignments)) for sample in one_by_one(probes)]
-        values = torch.stack([self._scores(iter(part), probes)[0] for part in parts]).mean(0)
+        values = torch.stack([self._scores(iter(part), probes)[0] for part in parts]).cpu().double().mean(0)
         try:
             outputs = [
                 pytree.tree_map(lambda *leaves: torch.cat(leaves), *(output for output, _ in results))
@@ -225,12 +228,14 @@ class Evaluator:
             try:
                 way.outputs = self._held(way, batch, assignments, single, outputs)
                 ours = list(self._together(way, batch, assignments, single))
-                scores = self._scores(iter(ours), batch)[0]
+                scores = self._scores(iter(ours), batch)[0].cpu().double()
             except Exception:  # whatever the model cannot do with copies, it can do without
                 continue
             within = tolerance(self._device, outputs)
             alike = all(equal(our, their, within) for (our, _), their in zip(ours, outputs, strict=True))
-            if alike and torch.allclose(scores[:, 0], values[:, 0], rtol=within, atol=within, equal_nan=True):
+            if alike and torch.allclose(
+                scores[:, 0], values[:, 0].cpu().double(), rtol=within, atol=within, equal_nan=True
+            ):
                 return way
         return Way("separate")
 

@@ -119,7 +119,7 @@ class Tally:
 
     def scores(self) -> list[Score]:
         """Means over samples; a mini-batch weighs as much as it has samples, in the standard error too."""
-        values = torch.stack(self._values)
+        values = torch.stack(self._values).cpu().double()
         weights = torch.tensor(self._samples, dtype=torch.float64)
         weights = (weights / weights.sum()).reshape(-1, 1, 1)
         mean = (weights * values).sum(0)

@@ -42,7 +42,11 @@ def train(
     def variance(rstd: Tensor) -> Tensor:  # its rounding error is that of variance + eps, as which it is used
         return rstd.detach().pow(-2).sub_(eps).clamp(min=0)
 
-    return y_B + y_F.movedim(-1, channel_dim), Statistics(
+    if rows.is_contiguous():  # into memory that is there: a new page costs more than the sum that fills it
+        y = y_F.add_(y_B.movedim(channel_dim, -1)).movedim(-1, channel_dim)
+    else:
+        y = y_B + y_F.movedim(-1, channel_dim)
+    return y, Statistics(
         batch_mean,
         variance(batch_rstd),
         feature_mean.squeeze(-1),

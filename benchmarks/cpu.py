@@ -5,12 +5,13 @@
 Prints, for each shape, the median milliseconds of ``F.batch_norm(x.reshape(N, -1))`` plus ``F.layer_norm(x)``, and as
 multiples of it those of ``BatchLayerNorm`` (twice, to see the spread), its plain formula, ``BatchNorm2d`` and a copy.
 The layer is called as a user does: parameters have gradients and population statistics are updated. Variants take
-turns, inputs are random, and change from call to call so that together they do not fit into the cache.
+turns in random order, inputs are random, and change from call to call so that they do not all fit into the cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -93,7 +94,7 @@ def measure(shape: tuple[int, ...], channel_dim: int, per_position: bool, second
     times: dict[str, list[float]] = {name: [] for name in steps}
     start, source = time.perf_counter(), cycle(inputs)
     while time.perf_counter() - start < seconds or len(times["BLN"]) < 5:
-        for name, step in steps.items():
+        for name, step in random.sample(sorted(steps.items()), len(steps)):  # none always after the same other
             x, dy = next(source)
             before = time.perf_counter()
             step(x, dy)

@@ -132,8 +132,8 @@ class Population(nn.Module):
             kernels.update(self, batch, m, entries, momentum)
             return
         new = self._estimates(batch, m, entries, mask)
-        # NaN and infinity, in the input or from an overflow, show in the variances.
-        finite = new.batch_var.isfinite().all() & new.feature_var.isfinite().all()
+        # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
+        finite = torch.maximum(new.batch_var.amax(), new.feature_var.amax()).isfinite()
         anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
         seen = torch.stack([spread if name == "batch_var" else anything for name in STATISTICS])
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 import oracle
 import tolerance
-from bln import formula, functional, kernels, native
-from bln.population import Population
+from bln import formula, kernels, native
 from cases import Case, cases
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -144,22 +143,3 @@ def test_an_input_with_gaps_or_repetitions():
     wide = torch.randn(8, 12, 6)
     for x in (wide[:, ::2], wide[::2, :6], torch.randn(4, 1, 3).expand(4, 6, 3)):
         compare(Case(x, None, torch.randn(6), None, 1, True, 1e-4, 1e-4, True))
-
-
-@pytest.mark.parametrize("momentum", [None, 0.1, 0.7])
-@pytest.mark.parametrize("per_position", [True, False])
-def test_remembering_is_what_the_population_does(momentum, per_position, poisoned, monkeypatch):
-    """Mini-batches of several sizes and lengths, one of them a single sample, one not finite."""
-    ours, theirs = (Population(5, (6,) if per_position else ()) for _ in range(2))
-    for n, length, bad in ((4, 6, False), (1, 6, False), (7, 3, False), (3, 6, True), (2, 6, False)):
-        x = torch.randn(n, length, 5)
-        if bad:
-            x[1, 2, 3] = float("inf")
-        _, batch = functional.batch_layer_norm(x, channel_dim=-1, per_position=per_position, return_statistics=True)
-        m, entries = functional.count(x.shape[:-1], None, per_position)
-        positions = (length,) if per_position else ()
-        kernels.update(ours, batch, m, entries, momentum)
-        theirs.update(batch, m, entries, None, positions, momentum)
-        for (name, mine), wanted in zip(ours.named_buffers(), theirs.buffers(), strict=True):
-            torch.testing.assert_close(mine, wanted, msg=lambda text, name=name: f"{name}: {text}")
-    assert ours.updates.max() == 4

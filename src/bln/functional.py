@@ -103,7 +103,7 @@ def batch_layer_norm(
 
     if population is None and mask is None:
         w_B, w_F = formula.weights(1 / x.shape[0], mix_eps, x.shape[channel_dim], dim_scale)
-        kernels = kernels_for(x, weight, bias)
+        kernels = _kernels_for(x, weight, bias)
         train, tensors = (kernels.train, (x, weight, bias)) if kernels else (native.train, (x.to(dtype), gamma, beta))
         y, statistics = train(*tensors, channel_dim=channel_dim, per_position=per_position, eps=eps, w_B=w_B, w_F=w_F)
     else:
@@ -125,7 +125,7 @@ def batch_layer_norm(
     return (y, Statistics(*(s.detach() for s in statistics))) if return_statistics else y
 
 
-def kernels_for(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+def _kernels_for(x: Tensor, *others: Tensor | None) -> ModuleType | None:
     """The Triton kernels, where these tensors can use them; a compiler does better with the operators."""
     kernels = _import_kernels() if x.is_cuda and not torch.compiler.is_compiling() else None
     return kernels if kernels and kernels.usable(x, *others) else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import formula, functional
+from . import formula
 from .formula import Statistics
 
 STATISTICS = Statistics._fields
@@ -128,9 +128,6 @@ class Population(nn.Module):
         if self.position_shape is None:
             self._learn_positions(positions)
         window = self._window(positions)
-        if mask is None and (kernels := functional.kernels_for(self.batch_mean, batch.batch_mean)):
-            kernels.update(self, batch, m, entries, momentum)
-            return
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
         finite = torch.maximum(new.batch_var.amax(), new.feature_var.amax()).isfinite()

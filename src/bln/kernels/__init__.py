@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..formula import Statistics, bessel
-from . import backward, forward, remember
-from .launch import Launch, cdiv, power_of_two
+from ..formula import Statistics
+from . import backward, forward
+from .launch import Launch, cdiv
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,37 +57,6 @@ def train(
         feature_var.T.reshape(rows.shape[:-1]),
         x.new_full((), 1 / n, dtype=torch.float32),
     )
-
-
-def update(population: Any, batch: Statistics, m: int, entries: int, momentum: float | None) -> None:
-    """``Population.update`` of a mini-batch without a mask, whose positions are the first ones known."""
-    mean, var = batch.batch_mean.contiguous(), batch.batch_var.contiguous()
-    p, c = mean.numel() // mean.shape[-1], mean.shape[-1]
-    rows = batch.feature_mean.numel() // p
-    feature_mean, feature_var = (s.reshape(rows, p).T.contiguous() for s in (batch.feature_mean, batch.feature_var))
-    positions = max(1, min(power_of_two(p), 1024 // min(1024, power_of_two(c))))
-    blocks = cdiv(p, positions)
-    averages = torch.empty(2, p, dtype=torch.float32, device=mean.device)
-    finite = torch.empty(blocks, dtype=torch.int32, device=mean.device)
-    tile = {"BP": positions, "BC": min(1024, power_of_two(c)), "num_warps": 4}
-    remember.average[(blocks,)](
-        var,
-        feature_mean,
-        feature_var,
-        averages,
-        finite,
-        rows,
-        p,
-        c,
-        BN=min(1024 // positions, power_of_two(rows)),
-        **tile,
-    )
-    remember.enter[(blocks,)](
-        finite, blocks, averages, mean, var,
-        *(getattr(population, name) for name in (*Statistics._fields, "updates", "samples")),
-        p, c, population.inverse_m.numel(), m, float(bessel(entries)), float(bessel(m)), momentum or 0.0,
-        PLAIN=momentum is None, HAS_VARIANCE=entries > 1, BF=min(1024, power_of_two(blocks)), **tile,
-    )  # fmt: skip
 
 
 class _Mix(NamedTuple):

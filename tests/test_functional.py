@@ -286,3 +286,24 @@ class TestBadInput:
     def test_a_configuration_of_another_type(self):
         with pytest.raises(TypeError, match="StatisticsConfig or a string"):
             StatisticsConfig.parse(15)
+
+
+@pytest.mark.parametrize("channel_dim", [1, -1])
+@pytest.mark.parametrize("per_position", [True, False])
+def test_backward_keeps_the_input_and_the_statistics(channel_dim, per_position):
+    x = torch.randn((32, 24, 20) if channel_dim == 1 else (32, 20, 24), requires_grad=True)
+    weight, bias = torch.ones(24, requires_grad=True), torch.zeros(24, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = batch_layer_norm(x, weight, bias, channel_dim=channel_dim, per_position=per_position)
+    assert y.requires_grad
+    large = sum(size for size in kept.values() if size >= x.untyped_storage().nbytes())
+    assert large == x.untyped_storage().nbytes()
+    small = sum(kept.values()) - large
+    statistics = 4 * (2 * 20 * 24 + 2 * 32 * 20) + 4 * 2 * 20 * 24  # means and deviations; scale and shift, spread
+    assert small <= 1.1 * statistics

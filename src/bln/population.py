@@ -83,9 +83,11 @@ class Population(nn.Module):
     def statistics(self, positions: tuple[int, ...], m: int | Tensor) -> Statistics:
         """The statistics at the input's positions; where nothing was seen yet, ``m`` is that of the input."""
         window = self._window(positions)
-        values = Statistics(*(getattr(self, name)[window] for name in STATISTICS))
+        values = Statistics(*(getattr(self, name) for name in STATISTICS))
+        seen = self.updates[STATISTICS.index("inverse_m")] > 0
+        if window:
+            values, seen = Statistics(*(value[window] for value in values)), seen[window]
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
-        seen = self.updates[STATISTICS.index("inverse_m")][window] > 0
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:

@@ -91,7 +91,8 @@ def _scalar(value: Any, name: str) -> Tensor:
             f"{name} must return a scalar, the mean over the batch, got a tensor of shape {tuple(value.shape)}; "
             "try reduction='mean', or .mean() at its end"
         )
-    return value.detach().reshape(())
+    scalar: Tensor = value.detach() if value.requires_grad else value
+    return scalar.reshape(()) if scalar.dim() else scalar
 
 
 class Tally:

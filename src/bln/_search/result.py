@@ -227,7 +227,7 @@ class SearchResult:
             import pandas
         except ImportError as error:
             raise ImportError(
-                'to_dataframe() takes pandas, which is not installed: pip install "bln[search]"'
+                'to_dataframe() takes pandas, which is not installed: pip install "batch-layer-norm[search]"'
             ) from error
         return pandas.DataFrame(self.records())
 

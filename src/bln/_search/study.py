@@ -72,7 +72,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ImportError('sampler= takes Optuna, which is not installed: pip install "bln[search]"') from error
+        raise ImportError('sampler= takes Optuna, which is not installed: pip install "batch-layer-norm[search]"') from error
     return optuna
 
 

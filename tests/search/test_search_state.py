@@ -257,8 +257,8 @@ def test_importing_bln_imports_no_extra():
 def test_a_missing_extra_is_named(monkeypatch):
     model = odd_model()
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match=r'pip install "bln\[search\]"'):
+    with pytest.raises(ImportError, match=r'pip install "batch-layer-norm\[search\]"'):
         bln.search(model, BATCHES, loss=F.cross_entropy, per_layer=True, sampler="tpe")
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'pip install "bln\[search\]"'):
+    with pytest.raises(ImportError, match=r'pip install "batch-layer-norm\[search\]"'):
         bln.search(model, BATCHES, loss=F.cross_entropy).to_dataframe()

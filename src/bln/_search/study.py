@@ -72,7 +72,8 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ImportError('sampler= takes Optuna, which is not installed: pip install "batch-layer-norm[search]"') from error
+        hint = 'pip install "batch-layer-norm[search]"'
+        raise ImportError(f"sampler= takes Optuna, which is not installed: {hint}") from error
     return optuna
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels: Algorithm 1 at the speed of memory.
+"""Triton kernels for training on a GPU.
 
 ``train`` does what ``bln.native.train`` does, on a GPU. For backward it keeps the input and the statistics.
 """
@@ -44,6 +44,8 @@ def train(
     n, d = x.shape[0], x.shape[channel_dim]
     rows = x.movedim(channel_dim, -1)
     slabs = rows.reshape(n, -1, d) if per_position else rows.reshape(-1, 1, d)
+    if not (slabs.is_contiguous() or slabs.transpose(1, 2).is_contiguous()):  # gaps, or repetitions
+        slabs = slabs.contiguous()
     gamma = x.new_ones(d, dtype=torch.float32) if gamma is None else gamma
     beta = x.new_zeros(d, dtype=torch.float32) if beta is None else beta
     y, batch_mean, batch_var, feature_mean, feature_var = _Train.apply(  # type: ignore[no-untyped-call]
@@ -88,9 +90,6 @@ class _Train(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, mix: _Mix) -> tuple[Tensor, ...]:
         n, p, c = x.shape
         y = torch.empty_like(x)
-        if y.stride() != x.stride():  # x has gaps, or repeats itself
-            x = x.contiguous()
-            y = torch.empty_like(x)
         batch_mean, batch_var = torch.empty(2, p, c, dtype=torch.float32, device=x.device)
         feature_mean, feature_var = torch.empty(2, p, n, dtype=torch.float32, device=x.device)
         statistics = (batch_mean, batch_var, feature_mean, feature_var)

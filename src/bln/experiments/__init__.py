@@ -1,0 +1,1 @@
+"""The paper's experiments: data, models, protocol, training, report; the `bln` command drives them."""

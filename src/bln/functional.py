@@ -165,11 +165,15 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:
             f"expected a mask of shape {expected}, (N, *positions) of the input {shape} with features at dimension "
             f"{channel_dim}; got {tuple(mask.shape)}"
         )
-    # A value may be looked at only where that costs no synchronization and breaks no graph.
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(mask) is not Tensor
-    if not traced and mask.device.type == "cpu" and not mask.any():
+    if can_look(mask) and not mask.any():
         raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")
     return channel_dim
+
+
+def can_look(value: Tensor) -> bool:
+    """Whether its values may be looked at: where that costs no synchronization and breaks no graph."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(value) is not Tensor
+    return not traced and value.device.type == "cpu"
 
 
 def check_eps(eps: float, mix_eps: float | None) -> None:

@@ -40,7 +40,7 @@ def train(
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
 
     def variance(rstd: Tensor) -> Tensor:  # its rounding error is that of variance + eps, as which it is used
-        return rstd.detach().pow(-2).sub_(eps).clamp(min=0)
+        return rstd.detach().pow(-2).sub_(eps).clamp_(min=0)
 
     if rows.is_contiguous():  # into memory that is there: a new page costs more than the sum that fills it
         y = y_F.add_(y_B.movedim(channel_dim, -1)).movedim(-1, channel_dim)
@@ -62,6 +62,7 @@ def _batch_norm(
 
     It wants a column for each statistic. Features may stand anywhere, so it takes a tensor as it lies in memory.
     """
+    per_position = per_position and x.dim() > 2
     as_it_lies = x.is_contiguous() and (per_position or channel_dim == 1)
     at = channel_dim if as_it_lies else x.dim() - 1
     lying = x.movedim(channel_dim, at)

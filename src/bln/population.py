@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import formula
 from .formula import Statistics
+from .functional import can_look
 
 STATISTICS = Statistics._fields
 _COUNTERS = ("updates", "samples")
@@ -132,25 +133,40 @@ class Population(nn.Module):
         window = self._window(positions)
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
-        finite = torch.maximum(new.batch_var.amax(), new.feature_var.amax()).isfinite()
+        isfinite = torch.maximum(new.batch_var.amax(), new.feature_var.amax()).isfinite()
+        finite = bool(isfinite) if can_look(isfinite) else isfinite  # known, it saves half of the operations below
         anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
-        seen = torch.stack([spread if name == "batch_var" else anything for name in STATISTICS])
+        if anything is False:
+            return
 
-        updates, samples = (counter[(slice(None), *window)] for counter in (self.updates, self.samples))
-        seen = seen.reshape(*seen.shape, *[1] * (updates.dim() - seen.dim()))
-        updates += seen
-        samples += seen * m
+        updates, samples = self.updates, self.samples
+        if window:
+            updates, samples = updates[:, *window], samples[:, *window]
+        entering: Any = [spread if name == "batch_var" else anything for name in STATISTICS]
+        if anything is spread is True:
+            updates += 1
+            samples += m
+        else:
+            seen = torch.tensor(entering) if anything is True else torch.stack(entering)
+            seen = seen.reshape(*seen.shape, *[1] * (updates.dim() - seen.dim()))
+            updates += seen
+            samples += seen * m
+            entering = seen.unbind()
         dtype = self.inverse_m.dtype
         if momentum is None:
             weights = m / samples.clamp(min=1).to(dtype)
         else:
             weights = (1 / updates.clamp(min=1).to(dtype)).clamp(min=momentum)
 
-        for name, enters, weight in zip(STATISTICS, seen, weights, strict=True):
-            old, value = getattr(self, name)[window], getattr(new, name).to(dtype)
-            if name.startswith("batch"):
-                enters, weight = enters[..., None], weight[..., None]
-            old.copy_(torch.lerp(old, torch.where(enters, value, old), weight))
+        for name, value, enters, weight in zip(STATISTICS, new, entering, weights.unbind(), strict=True):
+            old = getattr(self, name)
+            old, value = old[window] if window else old, value.to(dtype)
+            weight = weight[..., None] if name.startswith("batch") else weight
+            if enters is True:
+                old.lerp_(value, weight)
+            else:
+                enters = enters[..., None] if name.startswith("batch") else enters
+                old.copy_(torch.lerp(old, torch.where(enters, value, old), weight))
 
     def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:
         """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""

@@ -1,0 +1,131 @@
+"""The nets of the paper, and a small residual net. Each takes a normalizer and puts it where the paper has it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .lstm import LSTM
+from .norms import Norm
+
+
+def lenet(norm: Norm) -> nn.Module:
+    """The paper's CNN: LeNet-5 on ``(N, 3, 32, 32)``, a normalizer behind each nonlinearity but the last."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), norm(6, 1),
+        nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), norm(16, 1),
+        nn.Flatten(),
+        nn.Linear(16 * 6 * 6, 120), nn.Tanh(), norm(120, 1),
+        nn.Linear(120, 84), nn.Tanh(), norm(84, 1),
+        nn.Linear(84, 10),
+    )  # fmt: skip
+    return _initialized(net)
+
+
+def sentiment(norm: Norm) -> nn.Module:
+    """The paper's RNN: two LSTMs on ``(N, 80)`` word numbers; one logit."""
+    net = nn.Sequential(
+        Words(20_000, 512),
+        LSTM(512, 128, dropout=0.2), norm(128, -1),
+        LSTM(128, 64, dropout=0.2, last=True), norm(64, 1),
+        nn.Linear(64, 32), nn.Tanh(), norm(32, 1),
+        nn.Linear(32, 1), nn.Flatten(0),
+    )  # fmt: skip
+    return _initialized(net)
+
+
+def digits_cnn(norm: Norm) -> nn.Module:
+    """A LeNet for ``(N, 1, 8, 8)``."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), norm(6, 1),
+        nn.Conv2d(6, 16, 3), nn.Tanh(), norm(16, 1),
+        nn.Flatten(),
+        nn.Linear(64, 48), nn.Tanh(), norm(48, 1),
+        nn.Linear(48, 10),
+    )  # fmt: skip
+    return _initialized(net)
+
+
+def digits_rnn(norm: Norm) -> nn.Module:
+    """An LSTM that reads ``(N, 1, 8, 8)`` row by row."""
+    net = nn.Sequential(
+        nn.Flatten(1, 2),
+        LSTM(8, 32), norm(32, -1),
+        LSTM(32, 32, last=True), norm(32, 1),
+        nn.Linear(32, 10),
+    )  # fmt: skip
+    return _initialized(net)
+
+
+def resnet(norm: Norm) -> nn.Module:
+    """A small residual net on ``(N, 3, 32, 32)``, norms before the nonlinearity as residual nets have them."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), norm(16, 1), nn.ReLU(),
+        _Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return net
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions and a way around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs, 1)
+        self.second, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), norm(outputs, 1)
+        self.around = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.second(F.relu(self.norm1(self.first(x)))))
+        return F.relu(cast(Tensor, y + self.around(x)))
+
+
+class Words(nn.Embedding):
+    """An embedding whose dense gradient is one buffer, kept; only the rows of the last mini-batch are cleared.
+
+    A step reads a few of its many rows. Filling the whole gradient with zeros again takes longer than the optimizer.
+    """
+
+    def __init__(self, words: int, features: int) -> None:
+        super().__init__(words, features, sparse=True)
+        self._gradient: Tensor | None = None
+        self._rows: Tensor | None = None
+        self.weight.register_post_accumulate_grad_hook(self._spread)  # type: ignore[no-untyped-call]
+
+    def _spread(self, weight: Tensor) -> None:
+        found = weight.grad
+        if found is None or not found.is_sparse:
+            return
+        if self._gradient is None or self._gradient.device != weight.device:
+            self._gradient, self._rows = torch.zeros_like(weight), None
+        if self._rows is not None:
+            self._gradient.index_fill_(0, self._rows, 0)
+        self._rows = found._indices()[0]
+        self._gradient.index_add_(0, self._rows, found._values())
+        weight.grad = self._gradient
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_gradient": None, "_rows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.weight.register_post_accumulate_grad_hook(self._spread)  # type: ignore[no-untyped-call]
+
+
+def _initialized(net: nn.Sequential) -> nn.Sequential:
+    """Dense weights orthogonal, convolutions and embeddings Glorot uniform, biases zero."""
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.orthogonal_(module.weight)
+        elif isinstance(module, nn.Conv2d | nn.Embedding):
+            nn.init.xavier_uniform_(module.weight)
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    return net

@@ -1,0 +1,193 @@
+"""Many runs, side by side, and what came out of them together."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bln
+
+from . import runs
+from .norms import norm
+from .runs import RunError, RunFolder, Settings
+from .tasks import TASKS
+from .training import train
+
+BATCH_SIZES = {"cnn": (1, 25), "rnn": (1, 25), "resnet": (1, 2, 4, 8, 32)}
+FRACTIONS = {"cnn": (0.2, 1.0), "rnn": (0.2, 1.0), "resnet": (0.2,)}
+NORMS = {
+    "cnn": ("bln", "bn", "ln"),
+    "rnn": ("bln", "bn", "ln"),
+    "resnet": ("bln", "bln-shared", "bln-shared-no-scale", "bn", "gn", "ln", "batchrenorm"),
+}
+PROTOCOLS = ("paper", "clean")
+
+
+def plan(
+    tasks: Sequence[str],
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    fractions: Sequence[float] | None = None,
+    norms: Sequence[str] | None = None,
+    seeds: int = 5,
+    protocol: str = "paper",
+    epochs: int | None = None,
+) -> list[Settings]:
+    """The runs of these tasks; what is ``None`` is as in the paper, which has all the data at batch size 25 alone."""
+    for size in batch_sizes or ():
+        if size < 1:
+            raise ValueError(f"a batch size must be at least 1, got {size}")
+    for fraction in fractions or ():
+        if not 0 < fraction <= 1:
+            raise ValueError(f"a fraction of the training data must be in (0, 1], got {fraction:g}")
+    for name, value in (("seeds", seeds), ("epochs", epochs)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"the protocol must be 'paper' or 'clean', got {protocol!r}")
+    for name in norms or ():
+        norm(name)
+
+    found = []
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+        combinations = itertools.product(
+            fractions or FRACTIONS[task], batch_sizes or BATCH_SIZES[task], norms or NORMS[task], range(seeds)
+        )
+        for fraction, size, name, seed in combinations:
+            given = fractions is not None and batch_sizes is not None
+            if fraction == 1 and size != 25 and task != "resnet" and not given:
+                continue
+            found.append(Settings(task, name, size, fraction, seed, protocol, epochs or TASKS[task].epochs))
+    return found
+
+
+def device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(name)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return chosen
+
+
+Progress = Callable[[float, str], None]
+"""Told how many runs are done, in parts of runs too, and what is going on."""
+
+
+def reproduce(
+    settings: Sequence[Settings],
+    out: Path,
+    data_dir: Path,
+    *,
+    device: torch.device,
+    workers: int = 1,
+    progress: Progress = lambda done, text: None,
+) -> dict[Settings, str]:
+    """Bring all runs to their end; returns how each ended. Those that cannot go on do not keep the others."""
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    if workers == 1:
+        statuses = [_run_here(each, out, data_dir, device, progress, at) for at, each in enumerate(settings)]
+    else:
+        from joblib import Parallel, delayed
+
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        with _watched(settings, out, progress):
+            parallel = Parallel(n_jobs=workers, backend="loky", batch_size=1)
+            statuses = parallel(delayed(_run_alone)(each, out, data_dir, device, threads) for each in settings)
+    return dict(zip(settings, statuses, strict=True))
+
+
+def _run(settings: Settings, out: Path, data_dir: Path, device: torch.device, tick: Callable[[float], None]) -> str:
+    try:
+        return train(settings, out, data_dir, device, tick)
+    except RunError as error:
+        return f"error: {error}"
+
+
+def _run_here(
+    settings: Settings, out: Path, data_dir: Path, device: torch.device, progress: Progress, before: int
+) -> str:
+    progress(before, settings.name)
+    return _run(settings, out, data_dir, device, lambda done: progress(before + done, settings.name))
+
+
+def _run_alone(settings: Settings, out: Path, data_dir: Path, device: torch.device, threads: int) -> str:
+    torch.set_num_threads(threads)
+    return _run(settings, out, data_dir, device, lambda done: None)
+
+
+@contextmanager
+def _watched(settings: Sequence[Settings], out: Path, progress: Progress) -> Iterator[None]:
+    """Report what other processes have done, as far as their folders show it."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(1.0):
+            folders = [RunFolder(out, each) for each in settings]
+            done = [1.0 if f.result() else len(f.metrics()) / (f.settings.epochs + 1) for f in folders]
+            progress(sum(done), f"{sum(d == 1 for d in done)} of {len(done)} runs finished")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def summarize(out: Path) -> dict[str, Any]:
+    """All runs in a folder as one small record: what the report is made from."""
+    found, machines = [], set()
+    for path in sorted((out / "runs").glob("*/settings.json")):
+        read = runs._read_json(path)
+        if read is None or read.get("format") != runs.FORMAT:
+            continue
+        folder = RunFolder(out, Settings(**read["settings"]))
+        result = folder.result()
+        lines = folder.metrics()
+        machines.add(
+            f"{read['environment']['gpu'] or read['environment']['processor']}, torch {read['environment']['torch']}"
+        )
+        blank = {"status": "running", "best_epoch": None, "test": None, "chosen": None, "configurations": None}
+        names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
+        found.append(
+            {
+                **asdict(folder.settings),
+                "epochs": {name: [_rounded(line[name]) for line in lines] for name in names},
+                "seconds": folder.seconds(),
+                **_rounded(result or blank),
+            }
+        )
+    return {
+        "format": runs.FORMAT,
+        "bln": bln.__version__,
+        "commit": runs.commit(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machines": sorted(machines),
+        "runs": found,
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits say more than any run can repeat."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

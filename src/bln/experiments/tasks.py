@@ -1,0 +1,135 @@
+"""What is trained on what: the paper's two experiments, a residual net, and two small ones on digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import data, models
+from .norms import Norm
+
+VALIDATION = 5_000
+"""Samples of the training set that are held out, of all of it; of a fraction, that fraction of them."""
+
+
+class Part(NamedTuple):
+    """Inputs and targets."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def to(self, device: torch.device) -> Part:
+        """The same, there."""
+        return Part(self.inputs.to(device), self.targets.to(device))
+
+    def batches(self, size: int, order: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Mini-batches, in this order."""
+        part = self if order is None else Part(self.inputs[order], self.targets[order])
+        return list(zip(torch.split(part.inputs, size), torch.split(part.targets, size), strict=True))
+
+
+class Split(NamedTuple):
+    """What a run sees."""
+
+    train: Part
+    validation: Part
+    test: Part
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The share of right answers, of classes or of one logit."""
+    right = outputs.argmax(1) == targets if outputs.dim() == 2 else (outputs > 0) == (targets > 0.5)
+    return right.float().mean()
+
+
+def split_cifar10(folder: Path, fraction: float, seed: int) -> Split:
+    """CIFAR-10, each of the 3,072 inputs standardized over the training part."""
+    return _split_cifar10(_cifar10(folder), fraction, seed)
+
+
+def _split_cifar10(found: data.CIFAR, fraction: float, seed: int) -> Split:
+    train, validation = _divide(len(found.train_images), fraction, seed)
+    images = found.train_images[train].float()
+    deviation, mean = torch.std_mean(images, 0, correction=0)
+
+    def standardized(images: Tensor) -> Tensor:
+        whole = (images.float() - mean) / deviation.clamp(min=1e-6)
+        return whole.contiguous(memory_format=torch.channels_last)  # the faster layout
+
+    order = _shuffled(len(found.test_images), seed)
+    return Split(
+        Part(standardized(images), found.train_labels[train]),
+        Part(standardized(found.train_images[validation]), found.train_labels[validation]),
+        Part(standardized(found.test_images[order]), found.test_labels[order]),
+    )
+
+
+def split_imdb(folder: Path, fraction: float, seed: int) -> Split:
+    """IMDB: 20,000 words, 80 tokens."""
+    found = _imdb(folder)
+    train, validation = _divide(len(found.train_tokens), fraction, seed)
+    order = _shuffled(len(found.test_tokens), seed)
+    return Split(
+        Part(found.train_tokens[train], found.train_labels[train].float()),
+        Part(found.train_tokens[validation], found.train_labels[validation].float()),
+        Part(found.test_tokens[order], found.test_labels[order].float()),
+    )
+
+
+def split_digits(folder: Path, fraction: float, seed: int) -> Split:
+    """scikit-learn's digits, which need no folder; the fraction is of the training part."""
+    found = data.digits(seed=seed)
+    keep = _shuffled(len(found.train_images), seed)[: round(fraction * len(found.train_images))]
+    return Split(
+        Part(found.train_images[keep], found.train_labels[keep]),
+        Part(found.validation_images, found.validation_labels),
+        Part(found.test_images, found.test_labels),
+    )
+
+
+@cache
+def _cifar10(folder: Path) -> data.CIFAR:
+    return data.cifar10(folder)
+
+
+@cache
+def _imdb(folder: Path) -> data.IMDB:
+    return data.imdb(folder)
+
+
+def _shuffled(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def _divide(count: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Which samples train and which validate: the validation part is taken first, then a fraction of both."""
+    order = _shuffled(count, seed)
+    validation, train = order[:VALIDATION], order[VALIDATION:]
+    return train[: round(fraction * len(train))], validation[: round(fraction * len(validation))]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One experiment: a net, its data, and how it is trained."""
+
+    model: Callable[[Norm], nn.Module]
+    split: Callable[[Path, float, int], Split]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    learning_rate: float
+    epochs: int
+
+
+TASKS = {
+    "cnn": Task(models.lenet, split_cifar10, F.cross_entropy, 0.002, 15),
+    "rnn": Task(models.sentiment, split_imdb, F.binary_cross_entropy_with_logits, 0.003, 10),
+    "resnet": Task(models.resnet, split_cifar10, F.cross_entropy, 0.001, 6),
+    "digits-cnn": Task(models.digits_cnn, split_digits, F.cross_entropy, 0.002, 8),
+    "digits-rnn": Task(models.digits_rnn, split_digits, F.cross_entropy, 0.005, 8),
+}

@@ -1,5 +1,4 @@
 import errno
-import hashlib
 import os
 import pathlib
 import pickle
@@ -8,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from tiny_sets import write_cifar
 
 from bln.experiments import data, words
 from bln.experiments.data import DataError
@@ -15,19 +15,9 @@ from bln.experiments.data import DataError
 
 @pytest.fixture
 def cifar(tmp_path, rng, monkeypatch):
-    """A folder in the publisher's layout, three images a file, and what is in it."""
-    place = tmp_path / "cifar-10-batches-bin"
-    place.mkdir()
-    md5, content = {}, {}
-    for name in [*data._CIFAR10.train, *data._CIFAR10.test]:
-        labels = rng.integers(0, 10, (3, 1), np.uint8)
-        pixels = rng.integers(0, 256, (3, 3072), np.uint8)
-        record = np.concatenate([labels, pixels], 1).tobytes()
-        (place / name).write_bytes(record)
-        md5[name], content[name] = hashlib.md5(record).hexdigest(), (pixels.reshape(3, 3, 32, 32), labels[:, 0])
-    train = {name: md5[name] for name in data._CIFAR10.train}
-    test = {name: md5[name] for name in data._CIFAR10.test}
-    monkeypatch.setattr(data, "_CIFAR10", data._CIFARFiles(3, train, test))
+    """A folder with three images a file, and what is in it."""
+    files, content = write_cifar(tmp_path, rng)
+    monkeypatch.setattr(data, "_CIFAR10", files)
     return tmp_path, content
 
 

@@ -260,7 +260,7 @@ def _start(response: Any, have: int, archive: Archive, url: str, part: Path) -> 
         match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer)
         if match and int(match[1]) == have and match[2] in ("*", str(archive.size)):
             return have
-        part.unlink()
+        part.unlink(missing_ok=True)
         raise _BrokenError(f"{url} sent {answer!r}, asked for byte {have} on of {archive.size}")
     length = response.headers.get("Content-Length", str(archive.size))
     if length != str(archive.size):

@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import secrets
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +89,10 @@ _CIFAR10 = _CIFARFiles(
 )
 _IMDB = _IMDBFiles(reviews=12_500, words=88_584)
 
+TOP = {"cifar10": "cifar-10-batches-bin", "imdb": "aclImdb"}
+"""The folder of a data set in its publisher's archive."""
+_SIGN = {"cifar10": "data_batch_1.bin", "imdb": "train/pos"}
+
 _PIXELS = 3 * 32 * 32
 _RATINGS = {"pos": range(7, 11), "neg": range(1, 5)}
 _REVIEW = re.compile(r"\d+_(\d+)\.txt")
@@ -106,7 +109,7 @@ def cifar10(folder: PathLike) -> CIFAR:
     Raises:
         DataError: Where files are missing or differ from the published ones.
     """
-    place = _find("cifar10", folder, "cifar-10-batches-bin", "data_batch_1.bin")
+    place = _find("cifar10", folder)
     train = [_cifar_file(place / name, md5) for name, md5 in _CIFAR10.train.items()]
     test = [_cifar_file(place / name, md5) for name, md5 in _CIFAR10.test.items()]
     return CIFAR(
@@ -133,8 +136,8 @@ def imdb(folder: PathLike, *, words: int = 20_000, length: int = 80) -> IMDB:
     """
     if words <= keras_words.OFFSET or length < 1:
         raise ValueError(f"expected words > {keras_words.OFFSET} and length > 0, got words={words}, length={length}")
-    place = _find("imdb", folder, "aclImdb", "train")
-    files = imdb_files(place)
+    place = _find("imdb", folder)
+    files = _imdb_files(place)
     cache = place / f"bln-imdb-{words}-{length}.npz"
     key = _fingerprint(files, words, length)
     arrays = _read_cache(cache, key, words, length)
@@ -198,12 +201,8 @@ def _cifar_file(path: Path, md5: str) -> tuple[Tensor, Tensor]:
 # ---- IMDB
 
 
-def imdb_files(place: Path) -> dict[str, list[os.DirEntry[str]]]:
-    """The reviews in an ``aclImdb`` folder by ``train/pos``, ``train/neg``, ``test/pos``, ``test/neg``, sorted by name.
-
-    Raises:
-        DataError: Where there are not 12,500 in each, or a rating does not fit the folder.
-    """
+def _imdb_files(place: Path) -> dict[str, list[os.DirEntry[str]]]:
+    """The reviews by ``train/pos``, ``train/neg``, ``test/pos``, ``test/neg``, sorted by name."""
     found: dict[str, list[os.DirEntry[str]]] = {}
     for split in ("train", "test"):
         for label, ratings in _RATINGS.items():
@@ -258,13 +257,13 @@ def _fingerprint(files: dict[str, list[os.DirEntry[str]]], words: int, length: i
 
 
 def _read_cache(path: Path, key: str, words: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-    """What was kept; nothing if it is not there, not of these reviews, or damaged: the archive has checksums."""
+    """What was kept; nothing if it is not there, not of these reviews, or damaged: the file has checksums."""
     try:
-        with np.load(path, allow_pickle=False) as kept:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
             if str(kept["key"]) != key:
                 return None
             train, test = kept["train"], kept["test"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except Exception:  # a damaged file makes its readers raise many kinds, and the reviews are still there
         return None
     for tokens in (train, test):
         if tokens.shape != (2 * _IMDB.reviews, length) or tokens.dtype != np.int32:
@@ -291,21 +290,40 @@ def _write_cache(path: Path, key: str, train: NDArray[np.int32], test: NDArray[n
 # ---- folders
 
 
-def _find(name: str, folder: PathLike, top: str, sign: str) -> Path:
-    """``folder/top``, or ``folder`` where that is the data set itself."""
+def locate(name: str, folder: PathLike) -> Path | None:
+    """Where ``cifar10`` or ``imdb`` lies: in ``folder``, or ``folder`` itself; complete or not."""
     given = Path(folder).expanduser()
+    top, sign = TOP[name], _SIGN[name]
     if (given / top).is_dir():
         return given / top
     if (given / sign).exists() or (given.name == top and given.is_dir()):
         return given
+    return None
+
+
+def check(name: str, place: Path) -> None:
+    """Raise a `DataError` unless all files of ``cifar10`` or ``imdb`` are at ``place``."""
+    if name == "imdb":
+        _imdb_files(place)
+        return
+    for file, md5 in (_CIFAR10.train | _CIFAR10.test).items():
+        _cifar_file(place / file, md5)
+
+
+def _find(name: str, folder: PathLike) -> Path:
+    place = locate(name, folder)
+    if place is not None:
+        return place
+    given = Path(folder).expanduser()
     if not given.is_dir():
         what = f"{given} is not a folder" if given.exists() else f"there is no folder {given}"
     else:
-        what = f"{given} has no folder {top}"
+        what = f"{given} has no folder {TOP[name]}"
         if (given / "cifar-10-batches-py").is_dir() and name == "cifar10":
             what += " (the Python version is there, but that is pickled; the binary version is needed)"
     raise DataError(
-        f"{what}; get it with: bln data get {name} --data-dir {given}, or point --data-dir at the folder with {top}"
+        f"{what}; get it with: bln data get {name} --data-dir {given}, "
+        f"or point --data-dir at the folder that holds {TOP[name]}"
     )
 
 
@@ -320,4 +338,4 @@ def _reading(name: str, place: Path) -> Iterator[None]:
 
 
 def _again(name: str, place: Path) -> str:
-    return f"remove {place} and get it again: bln data get {name} --data-dir {place.parent}"
+    return f"remove {place} and get it again with: bln data get {name} --data-dir {place.parent}"

@@ -1,0 +1,352 @@
+import errno
+import os
+import pathlib
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tiny_sets import write_cifar
+
+from bln.experiments import data, words
+from bln.experiments.data import DataError
+
+
+@pytest.fixture
+def cifar(tmp_path, rng, monkeypatch):
+    """A folder with three images a file, and what is in it."""
+    files, content = write_cifar(tmp_path, rng)
+    monkeypatch.setattr(data, "_CIFAR10", files)
+    return tmp_path, content
+
+
+REVIEWS = {
+    "train/pos": ["A good film. <br />A film", "good GOOD a"],
+    "train/neg": ["bad, a bad film", "the the"],
+    "test/pos": ["unseen good film", ""],
+    "test/neg": ["A the bad-film?!", "nothing known here"],
+}
+# Counts in training reviews: a 4, then film, good 3, bad, the 2, br 1. Equal ones lie in a Python 2 dictionary in the
+# order good, film and bad, the.
+RATINGS = {"pos": 7, "neg": 4}
+
+
+@pytest.fixture
+def reviews(tmp_path, monkeypatch):
+    """A folder in the publisher's layout, two reviews in each part."""
+    for part, texts in REVIEWS.items():
+        folder = tmp_path / "aclImdb" / part
+        folder.mkdir(parents=True)
+        for number, text in enumerate(texts):
+            (folder / f"{number}_{RATINGS[part[-3:]]}.txt").write_text(text)
+    monkeypatch.setattr(data, "_IMDB", data._IMDBFiles(reviews=2, words=6))
+    return tmp_path
+
+
+def one_line(error):
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- CIFAR-10
+
+
+def test_cifar_is_what_the_files_hold_in_their_order(cifar):
+    folder, content = cifar
+    found = data.cifar10(folder)
+    for images, labels, names in (
+        (found.train_images, found.train_labels, data._CIFAR10.train),
+        (found.test_images, found.test_labels, data._CIFAR10.test),
+    ):
+        assert images.dtype == torch.uint8
+        assert labels.dtype == torch.int64
+        np.testing.assert_array_equal(images, np.concatenate([content[name][0] for name in names]))
+        np.testing.assert_array_equal(labels, np.concatenate([content[name][1] for name in names]))
+    assert found.train_images.shape == (15, 3, 32, 32)
+
+
+def test_cifar_takes_its_own_folder_and_text_too(cifar):
+    folder, _ = cifar
+    whole = data.cifar10(folder)
+    for given in (folder / "cifar-10-batches-bin", str(folder)):
+        assert torch.equal(data.cifar10(given).train_images, whole.train_images)
+
+
+def test_published_cifar_files_have_ten_thousand_images_each():
+    assert data._CIFAR10.images == 10_000
+    assert len(data._CIFAR10.train) == 5
+    assert {len(md5) for md5 in (data._CIFAR10.train | data._CIFAR10.test).values()} == {32}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"9,218 bytes, expected 9,219"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"0"), r"9,220 bytes, expected 9,219"),
+        (lambda path: path.write_bytes(b"\x0a" + path.read_bytes()[1:]), "a label 10, expected 0 to 9"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])), "has the md5"),
+    ],
+)
+@pytest.mark.parametrize("name", ["data_batch_3.bin", "test_batch.bin"])
+def test_damaged_cifar_file_is_refused_with_the_way_out(cifar, damage, says, name):
+    folder, _ = cifar
+    damage(folder / "cifar-10-batches-bin" / name)
+    with pytest.raises(DataError, match=says) as error:
+        data.cifar10(folder)
+    message = one_line(error)
+    assert str(folder / "cifar-10-batches-bin" / name) in message
+    assert f"bln data get cifar10 --data-dir {folder}" in message
+
+
+@pytest.mark.parametrize("load", [data.cifar10, data.imdb])
+def test_missing_folder_names_the_command_that_gets_it(load, tmp_path):
+    name = load.__name__
+    for folder, says in ((tmp_path / "nowhere", "there is no folder"), (tmp_path, "has no folder")):
+        with pytest.raises(DataError, match=says) as error:
+            load(folder)
+        assert f"bln data get {name} --data-dir {folder}" in one_line(error)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="is not a folder"):
+        load(tmp_path / "file")
+
+
+def test_pickled_cifar_is_named_and_not_loaded(tmp_path):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(DataError, match="binary version is needed") as error:
+        data.cifar10(tmp_path)
+    one_line(error)
+
+
+# ---- IMDB
+
+
+def test_imdb_reviews_are_numbered_cut_and_padded_as_keras_does(reviews):
+    found = data.imdb(reviews, words=8, length=5)
+    a, good, film, bad, rare = 4, 5, 6, 7, 2
+    assert found.train_tokens.tolist() == [
+        [good, film, rare, a, film],
+        [0, 1, good, good, a],
+        [1, bad, a, bad, film],
+        [0, 0, 1, rare, rare],
+    ]
+    assert found.test_tokens.tolist() == [
+        [0, 0, 1, good, film],  # a word that no training review has is left out
+        [0, 0, 0, 0, 1],
+        [1, a, rare, bad, film],
+        [0, 0, 0, 0, 1],
+    ]
+    assert found.train_labels.tolist() == found.test_labels.tolist() == [1, 1, 0, 0]
+    assert {tensor.dtype for tensor in found} == {torch.int64}
+
+
+def test_imdb_takes_its_own_folder_too(reviews):
+    whole = data.imdb(reviews, words=8, length=5)
+    for ours, theirs in zip(data.imdb(reviews / "aclImdb", words=8, length=5), whole, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_files_that_are_not_reviews_are_left_out(reviews):
+    before = data.imdb(reviews, words=8, length=5)
+    (reviews / "aclImdb/train/pos/._0_7.txt").write_bytes(b"\0")
+    (reviews / "aclImdb/train/pos/urls.html").write_text("more words")
+    (reviews / "aclImdb/train/unsup").mkdir()
+    (reviews / "aclImdb/train/unsup/0_0.txt").write_text("more words")
+    shutil.rmtree(reviews / "aclImdb/test")
+    shutil.copytree(reviews / "aclImdb/train", reviews / "aclImdb/test")
+    assert torch.equal(data.imdb(reviews, words=8, length=5).train_tokens, before.train_tokens)
+
+
+def test_reviews_of_another_encoding_are_bytes(reviews):
+    (reviews / "aclImdb/test/pos/0_7.txt").write_bytes(b"good \xe9\xff film")
+    assert data.imdb(reviews, words=8, length=4).test_tokens[0].tolist() == [0, 1, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda place: (place / "train/neg/1_4.txt").unlink(), "1 reviews, expected 2"),
+        (lambda place: (place / "test/pos/9_9.txt").touch(), "3 reviews, expected 2"),
+        (lambda place: (place / "test/pos/1_7.txt").rename(place / "test/pos/1_4.txt"), "ratings 7 to 10"),
+        (lambda place: (place / "test/neg/1_4.txt").rename(place / "test/neg/one.txt"), "ratings 1 to 4"),
+        (lambda place: shutil.rmtree(place / "test"), "No such file"),
+        (lambda place: (place / "train/neg/1_4.txt").write_text("another word"), "7 different words"),
+    ],
+)
+def test_reviews_that_are_not_the_published_ones_are_refused(reviews, damage, says):
+    damage(reviews / "aclImdb")
+    with pytest.raises(DataError, match=says) as error:
+        data.imdb(reviews, words=8, length=5)
+    assert f"bln data get imdb --data-dir {reviews}" in one_line(error)
+
+
+@pytest.mark.parametrize(("number", "length"), [(3, 80), (-1, 80), (20_000, 0)])
+def test_impossible_numbers_are_refused(reviews, number, length):
+    with pytest.raises(ValueError, match="expected words > 3 and length > 0"):
+        data.imdb(reviews, words=number, length=length)
+
+
+# ---- the encoded reviews, kept
+
+
+CACHE = "aclImdb/bln-imdb-8-5.npz"
+
+
+@pytest.fixture
+def encoded(reviews):
+    """The folder with its cache, and the tokens."""
+    tokens = data.imdb(reviews, words=8, length=5)
+    assert (reviews / CACHE).is_file()
+    return reviews, tokens
+
+
+def assert_loads(folder, tokens):
+    for ours, theirs in zip(data.imdb(folder, words=8, length=5), tokens, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_second_time_reads_no_review(encoded, monkeypatch):
+    def fail(text):
+        raise AssertionError("a review was read")
+
+    folder, tokens = encoded
+    monkeypatch.setattr(words, "split", fail)
+    assert_loads(folder, tokens)
+    assert_loads(folder / "aclImdb", tokens)
+    for other in ({"words": 7, "length": 5}, {"words": 8, "length": 4}):
+        with pytest.raises(AssertionError):
+            data.imdb(folder, **other)
+
+
+def test_changed_review_is_read_anew(encoded):
+    folder, _ = encoded
+    review = folder / "aclImdb/test/pos/1_7.txt"
+    review.write_text("bad")
+    assert data.imdb(folder, words=8, length=5).test_tokens[1].tolist() == [0, 0, 0, 1, 7]
+    before = review.stat()
+    review.write_text("the")  # of the same size
+    os.utime(review, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert data.imdb(folder, words=8, length=5).test_tokens[1].tolist() == [0, 0, 0, 1, 2]
+
+
+def test_one_flipped_bit_anywhere_in_the_cache_changes_no_token(encoded, rng):
+    folder, tokens = encoded
+    good = (folder / CACHE).read_bytes()
+    for at in rng.integers(0, len(good), 60):
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << rng.integers(8)
+        (folder / CACHE).write_bytes(damaged)
+        assert_loads(folder, tokens)
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive", pickle.dumps("not loaded")])
+def test_cache_that_is_none_is_made_anew(encoded, content):
+    folder, tokens = encoded
+    (folder / CACHE).write_bytes(content)
+    assert_loads(folder, tokens)
+    with np.load(folder / CACHE) as kept:
+        np.testing.assert_array_equal(kept["train"], tokens.train_tokens)
+
+
+def test_cut_cache_is_made_anew(encoded, rng):
+    folder, tokens = encoded
+    good = (folder / CACHE).read_bytes()
+    (folder / CACHE).write_bytes(good[: rng.integers(len(good))])
+    assert_loads(folder, tokens)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t[:-1], lambda t: t.astype(object), lambda t: t.astype(float), lambda t: t + 8, lambda t: t - 9],
+)
+def test_cache_with_impossible_tokens_is_made_anew(encoded, change):
+    folder, tokens = encoded
+    with np.load(folder / CACHE) as kept:
+        key, train, test = kept["key"], kept["train"], kept["test"]
+    np.savez(folder / CACHE, key=key, train=train, test=change(test))
+    assert_loads(folder, tokens)
+
+
+def test_folder_that_cannot_be_written_is_read_without_a_cache(reviews, monkeypatch):
+    def refuse(path, mode="r", *args, **kwargs):
+        if "x" in mode or "w" in mode:
+            raise PermissionError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, mode, *args, **kwargs)
+
+    opened = pathlib.Path.open
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    data.imdb(reviews, words=8, length=5)
+    assert sorted(path.name for path in (reviews / "aclImdb").iterdir()) == ["test", "train"]
+
+
+def test_full_disk_leaves_no_half_cache(reviews, monkeypatch):
+    def fill(file, **arrays):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", fill)
+    data.imdb(reviews, words=8, length=5)
+    assert sorted(path.name for path in (reviews / "aclImdb").iterdir()) == ["test", "train"]
+
+
+# ---- words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"Don't, 'quote' it's", ["don't", "'quote'", "it's"]),
+        (b"one<br /><br />two", ["one", "br", "br", "two"]),
+        (b"A-B_C/D\\E 10/10... tab\tnewline\nend", ["a", "b", "c", "d", "e", "10", "10", "tab", "newline", "end"]),
+        ("CAF\u00c9".encode(), ["caf\u00c9"]),  # only ASCII letters are lowered
+        (b"a\rb  \x0b c", ["a\rb", "\x0b", "c"]),  # only a space separates
+        (b'!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~', []),
+        (b"", []),
+    ],
+)
+def test_review_is_split_as_keras_splits(text, expected):
+    assert [word.decode() for word in words.split(text)] == expected
+
+
+def test_python2_hashes_and_orders_are_the_known_ones():
+    # hash("a"), hash("abc") and dict(one=1, two=2, three=3) of Python 2.7 on 64 bits
+    assert words._python2_hash(b"a") == 12416037344
+    assert words._python2_hash(b"abc") == 1453079729188098211
+    assert words._python2_order([b"one", b"two", b"three"]) == [b"three", b"two", b"one"]
+
+
+def test_ranks_order_words_by_count_and_name_each_once(rng):
+    vocabulary = [f"w{number}".encode() for number in range(3000)]  # the dictionary grows five times
+    texts = [[vocabulary[at] for at in rng.zipf(1.3, 400) % 3000] for _ in range(20)]
+    ranks = words.rank(texts)
+    counts = {word: sum(text.count(word) for text in texts) for word in ranks}
+    assert set(ranks) == {word for text in texts for word in text}
+    assert list(ranks.values()) == list(range(1, len(ranks) + 1))
+    ordered = [counts[word] for word in ranks]
+    assert ordered == sorted(ordered, reverse=True)
+
+
+# ---- digits
+
+
+def test_digits_are_split_once_and_for_all_by_class():
+    parts = data.digits()
+    images, labels = parts[::2], parts[1::2]
+    assert [tuple(part.shape) for part in images] == [(1079, 1, 8, 8), (359, 1, 8, 8), (359, 1, 8, 8)]
+    assert all(part.dtype == torch.float32 and part.min() == 0 and part.max() == 1 for part in images)
+    for label in range(10):
+        train, validation, test = (int((part == label).sum()) for part in labels)
+        assert validation == test == round((train + validation + test) / 5)
+    again = data.digits()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, again, strict=True))
+    assert not torch.equal(data.digits(seed=1).train_labels, parts.train_labels)
+
+
+def test_digits_of_the_parts_are_the_whole():
+    from sklearn.datasets import load_digits
+
+    whole = load_digits()
+    ours = torch.cat(data.digits()[::2]).flatten(1)
+    theirs = torch.from_numpy(whole.images / 16).float().flatten(1)
+    assert sorted(map(tuple, ours.tolist())) == sorted(map(tuple, theirs.tolist()))

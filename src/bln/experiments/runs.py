@@ -75,7 +75,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         for stray in self.path.glob(".*.tmp"):
             stray.unlink(missing_ok=True)
-        asked = {"format": FORMAT, "version": bln.__version__, "settings": asdict(self.settings)}
+        asked = {"format": FORMAT, "settings": asdict(self.settings)}
         found = _read_json(self.path / "settings.json")
         if found is None:
             write(self.path / "settings.json", _json({**asked, "environment": environment()}))
@@ -83,8 +83,8 @@ class RunFolder:
         for key, expected in asked.items():
             if found.get(key) != expected:
                 raise RunError(
-                    f"{self.path} was made with {key} {found.get(key)!r}, this is {expected!r}; take another --out, or "
-                    f"delete that folder"
+                    f"{self.path} was made with {key} {found.get(key)!r}, this is {expected!r}; take another --out, "
+                    "or delete that folder"
                 )
 
     @contextmanager
@@ -153,6 +153,23 @@ class RunFolder:
             return [json.loads(line) for line in (self.path / "times.jsonl").read_text().splitlines()]
         except (OSError, ValueError):
             return []
+
+
+# ---- the folder of all runs
+
+
+def claim(out: Path) -> None:
+    """Make the folder of all runs, or see that the one there is of this version."""
+    mine = {"format": FORMAT, "version": bln.__version__}
+    found = _read_json(out / "version.json")
+    if found is None:
+        out.mkdir(parents=True, exist_ok=True)
+        write(out / "version.json", _json(mine))
+    elif found != mine:
+        raise RunError(
+            f"{out} holds runs of version {found.get('version')} (format {found.get('format')}), this is "
+            f"{bln.__version__} (format {FORMAT}); take another --out"
+        )
 
 
 # ---- files

@@ -1,0 +1,5 @@
+"""``python -m bln`` is the command ``bln``."""
+
+from .cli import main
+
+main()

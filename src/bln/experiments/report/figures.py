@@ -1,0 +1,299 @@
+"""The figures, by matplotlib without pyplot: no global state, no display."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from ...formula import weights
+from .claims import searched
+from .compare import MEASURES, difference, ended
+from .statistics import Estimate, mean_interval
+from .style import FAINT, INK, LOOKS, PAIRS, Plot, look, styled
+from .summary import Run, Setting, Summary, authors
+
+_CORNERS = {"FF": "o", "FT": "s", "TF": "^", "TT": "D"}
+"""Markers of E_F and Std_F."""
+_MINUS = "\N{MINUS SIGN}"
+
+
+def mixing() -> Plot:
+    """Figure 2: what eq 16 multiplies the two normalized activations with."""
+    m = np.arange(1, 51)
+    lines = zip(
+        (f"batch: 1 {_MINUS} (1/m + ε)", f"features: 1/m {_MINUS} ε"),
+        weights(1 / m, 1e-4, 1, False),
+        (look("bn"), look("ln")),
+        (-18, 10),
+        strict=True,
+    )
+    with styled():
+        figure = Figure(figsize=(6.4, 3.1))
+        axes = figure.add_subplot()
+        for label, weight, style, above in lines:
+            axes.plot(m, weight, color=style.colour, marker=style.marker, markevery=[0, 1, 4, 9, 24, 49], markersize=5)
+            axes.annotate(label, (33, weight[32]), (0, above), textcoords="offset points", color=style.colour)
+        axes.set(xlabel="mini-batch size m", ylabel="weight", xlim=(0, 51), ylim=(-0.03, 1.03))
+        axes.set_xticks([1, 5, 10, 20, 25, 30, 40, 50])
+    return Plot(
+        "figure-2",
+        "Figure 2. The weights of eq 16 (its numerator) against the size of the mini-batch, with ε = 1e-4.",
+        "Two curves against mini-batch sizes 1 to 50. The weight of batch normalization rises from 0 at size 1 to 0.96 "
+        "at 25 and 0.98 at 50; the weight of feature normalization falls from 1 to 0.04 and 0.02.",
+        figure,
+    )
+
+
+class Column(NamedTuple):
+    """One column of learning curves: a title and the runs of each norm."""
+
+    title: str
+    runs: dict[str, list[Run]]
+
+
+_PARTS: tuple[tuple[str, Any], ...] = (("train", "-"), ("validation", (0, (4, 1.6))))
+
+
+def learning(name: str, caption: str, columns: Sequence[Column]) -> Plot:
+    """Loss and accuracy by epoch, one column for each group of runs, on common axes."""
+    runs = [run for column in columns for group in column.runs.values() for run in group]
+    with styled():
+        figure = Figure(figsize=(3.35 * len(columns) + 0.5, 5.6))
+        grid = figure.subplots(2, len(columns), sharex=True, sharey="row", squeeze=False)
+        losses: list[float] = []
+        for (above, below), column in zip(grid.T, columns, strict=True):
+            for norm, group in column.runs.items():
+                for axes, what in ((above, "loss"), (below, "accuracy")):
+                    shown = [
+                        value
+                        for part, dashes in _PARTS
+                        for value in _curve(axes, norm, group, f"{part}_{what}", dashes)
+                    ]
+                    losses += shown if what == "loss" else []
+                    _test_marker(axes, norm, group, what)
+            above.set_title(column.title)
+            below.set_xlabel("epoch")
+        _log_axis(grid[0], losses)
+        grid[1, 0].yaxis.set_major_locator(MaxNLocator(6))
+        grid[0, 0].set_xlim(0.5, max((run.epochs for run in runs), default=1) + 0.5)
+        grid[0, 0].xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+        grid[0, 0].set_ylabel("loss")
+        grid[1, 0].set_ylabel("accuracy")
+        handles = _handles(list(dict.fromkeys(norm for column in columns for norm in column.runs)), runs)
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 3 * len(columns)))
+    return Plot(name, caption, _told(columns), figure)
+
+
+def _handles(norms: Sequence[str], runs: Sequence[Run]) -> list[Line2D]:
+    def handle(label: str, **how: Any) -> Line2D:
+        return Line2D([], [], label=label, **{"color": INK, **how})
+
+    handles = [handle(look(norm).name, color=look(norm).colour, marker=look(norm).marker) for norm in norms]
+    handles += [handle(part.replace("train", "training"), linestyle=dashes) for part, dashes in _PARTS]
+    if any(map(_tested, runs)):
+        handles.append(handle("test", marker="o", markersize=8, markerfacecolor="none", linestyle=""))
+    if any(run.status == "diverged" for run in runs):
+        handles.append(handle("diverged", marker="x", linestyle=""))
+    if any(run.status == "running" for run in runs):
+        handles.append(handle("still running", linewidth=0.9))
+    return handles
+
+
+def _curve(axes: Axes, norm: str, runs: Sequence[Run], curve: str, dashes: Any) -> list[float]:
+    """Draw the mean of the finished runs with its interval, and each other run by itself, thin, as far as it got."""
+    style = look(norm)
+    line: dict[str, Any] = {"color": style.colour, "linestyle": dashes}
+    finished = [getattr(run, curve) for run in runs if run.status == "finished" and run.epochs]
+    drawn: list[float] = []
+    if finished:
+        longest = max(map(len, finished))
+        estimates = [mean_interval([run[at] for run in finished if at < len(run)]) for at in range(longest)]
+        mean, low, high = np.array([estimate[:3] for estimate in estimates]).T
+        epochs = np.arange(1, longest + 1)
+        every = max(1, longest // 5)
+        axes.plot(epochs, mean, **line, marker=style.marker, markersize=3.6, markevery=every, zorder=3)
+        if curve.endswith("loss"):
+            low = np.maximum(low, mean / 3)  # a t interval may cross 0, which a log axis has not
+        axes.fill_between(epochs, low, high, color=style.colour, alpha=0.16, linewidth=0, zorder=2)
+        drawn += mean.tolist()
+    for run in runs:
+        if run.status != "finished" and run.epochs:
+            values = np.array(getattr(run, curve))
+            axes.plot(np.arange(1, len(values) + 1), values, **line, linewidth=0.9, zorder=2)
+            known = np.flatnonzero(np.isfinite(values))
+            if run.status == "diverged" and len(known):
+                end = known[-1]
+                axes.plot(end + 1, values[end], color=style.colour, marker="x", markeredgewidth=1.6, zorder=4)
+            drawn += values[known].tolist()
+    return [value for value in drawn if math.isfinite(value) and value > 0]
+
+
+def _tested(run: Run) -> bool:
+    return run.status == "finished" and run.test is not None and run.best_epoch is not None
+
+
+def _test_marker(axes: Axes, norm: str, runs: Sequence[Run], what: str) -> None:
+    """A hollow marker at the epoch whose weights were tested, mean over seeds."""
+    tested = [run for run in runs if _tested(run)]
+    estimate = mean_interval([getattr(run.test, what) for run in tested])
+    if estimate.n:
+        at = sum(run.best_epoch or 0 for run in tested) / len(tested)
+        _point(axes, norm, (at, estimate.mean), yerr=_error(estimate), markersize=8.5, markerfacecolor="none")
+
+
+def _error(estimate: Estimate) -> list[list[float]] | None:
+    if not estimate.has_interval:
+        return None
+    return [[estimate.mean - estimate.low], [estimate.high - estimate.mean]]
+
+
+def _point(axes: Axes, norm: str, at: tuple[float, float], **how: Any) -> None:
+    style = look(norm)
+    options = {"markeredgewidth": 1.6, "capsize": 2.5, "linewidth": 1.3, "zorder": 5, **how}
+    axes.errorbar(*at, color=style.colour, marker=style.marker, **options)
+
+
+def _log_axis(row: Sequence[Axes], values: Sequence[float]) -> None:
+    """Ticks at round numbers near enough to be read, not at powers of ten alone."""
+    low, high = (0.85 * min(values), 1.18 * max(values)) if values else (0.1, 1.0)
+    steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5) if high / low < 200 else (1, 3)
+    ticks = [step * 10.0**power for power in range(-6, 5) for step in steps if low <= step * 10.0**power <= high]
+    for axes in row:
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+        axes.yaxis.set_major_locator(FixedLocator(ticks))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _told(columns: Sequence[Column]) -> str:
+    """What the curves show, in words."""
+    parts = []
+    for column in columns:
+        ends = []
+        for norm, runs in column.runs.items():
+            finished = [run for run in runs if run.status == "finished" and run.epochs]
+            last = mean_interval([run.train_accuracy[-1] for run in finished])
+            test = mean_interval([run.test.accuracy for run in finished if run.test])
+            end = f"ends at train accuracy {last.mean:.2f}" if last.n else "has no finished run"
+            ends.append(f"{look(norm).name} {end}" + (f" and test accuracy {test.mean:.2f}" if test.n else ""))
+        parts.append(f"{column.title}: " + ("; ".join(ends) or "no curves") + ".")
+    return "Learning curves of loss and accuracy by epoch. " + " ".join(parts)
+
+
+def data(fraction: float) -> str:
+    """The share of the training data in words."""
+    return "all data" if fraction == 1 else f"{100 * fraction:g} % of the data"
+
+
+def differences(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot | None:
+    """BLN minus BN and BLN minus LN with bootstrap intervals, a panel for each measure; None without a pair."""
+    rows = [
+        (setting, rival)
+        for setting in settings
+        for rival in ("bn", "ln")
+        if ended(summary, setting, "bln") and ended(summary, setting, rival)
+    ]
+    if not rows:
+        return None
+    several = len({setting.fraction for setting, _ in rows}) > 1
+    labels = [
+        f"BLN {_MINUS} {look(rival).name}, batch {setting.batch_size}"
+        + (f", {data(setting.fraction)}" if several else "")
+        for setting, rival in rows
+    ]
+    told = []
+    with styled():
+        figure = Figure(figsize=(7.6, 1.9 + 0.56 * len(rows)))
+        grid = figure.subplots(2, 2, sharey=True)
+        for axes, measure in zip(grid.flat, MEASURES, strict=True):
+            axes.axvline(0, color=INK, linewidth=1, zorder=1)
+            for at, (setting, rival) in enumerate(rows):
+                estimate = difference(summary, setting, "bln", rival, measure).bootstrap
+                if not estimate.n:
+                    axes.annotate(" no pair finished", (0, at), va="center", fontsize=8, color=FAINT)
+                    continue
+                filled = look(rival).colour if estimate.has_interval else "none"
+                _point(axes, rival, (estimate.mean, at), xerr=_error(estimate), markersize=6, markerfacecolor=filled)
+                told.append(f"{measure.name}, {labels[at]}: {estimate.text(signed=True)}")
+            axes.set_title(measure.name, loc="left")
+            axes.set_yticks(range(len(rows)), labels)
+            axes.set_ylim(len(rows) - 0.5, -0.5)
+            axes.grid(axis="y", visible=False)
+            axes.tick_params(axis="y", length=0)
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+            side = "BLN better \N{RIGHTWARDS ARROW}" if measure.better > 0 else "\N{LEFTWARDS ARROW} BLN better"
+            axes.set_xlabel(side, color=FAINT)
+    return Plot(name, caption, "Paired differences with intervals. " + "; ".join(told) + ".", figure)
+
+
+def configurations(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot | None:
+    """Our test loss of each configuration against the authors'; None if there is nothing to compare."""
+    theirs = {setting: searched(authors(), setting._replace(protocol="paper")) for setting in settings}
+    panels = [setting for setting in settings if theirs[setting] and searched(summary, setting)]
+    if not panels:
+        return None
+    with styled():
+        figure = Figure(figsize=(3.2 * len(panels) + 0.4, 3.8))
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, setting in zip(grid, panels, strict=True):
+            for config, their in theirs[setting][0].test_configurations.items():
+                estimate = mean_interval([run.test_configurations[config].loss for run in searched(summary, setting)])
+                if estimate.n and not math.isnan(their.loss):
+                    axes.errorbar(
+                        their.loss, estimate.mean, _error(estimate), color=PAIRS[config[:2]], linewidth=0.8,
+                        marker=_CORNERS[config[2:]], markersize=5.5, markerfacecolor="none", markeredgewidth=1.4,
+                    )  # fmt: skip
+            axes.set(title=f"{data(setting.fraction)}, batch {setting.batch_size}", xlabel="authors' test loss")
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.yaxis.set_major_locator(MaxNLocator(6))
+        grid[0].set_ylabel("our test loss")
+        handles = [Line2D([], [], color=colour, linewidth=5, label=f"{pair}xx") for pair, colour in PAIRS.items()]
+        for pair, marker in _CORNERS.items():
+            handles.append(Line2D([], [], color=INK, marker=marker, markerfacecolor="none", ls="", label=f"xx{pair}"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=8 if len(panels) > 1 else 4, handlelength=1.3)
+    where = ", ".join(f"{data(setting.fraction)} at batch {setting.batch_size}" for setting in panels)
+    alt = f"Scatter plots of the test loss of the 16 configurations, ours against the authors': {where}. "
+    return Plot(name, caption, alt + "The tables hold the figures.", figure)
+
+
+def batch_sizes(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot:
+    """Test accuracy against batch size, one line for each norm."""
+    present = {norm for setting in settings for norm in summary.norms(setting)}
+    norms = [norm for norm in LOOKS if norm in present] + sorted(present - set(LOOKS))
+    sizes = sorted({setting.batch_size for setting in settings})
+    told = []
+    with styled():
+        figure = Figure(figsize=(7, 4.3))
+        axes = figure.add_subplot()
+        for at, norm in enumerate(norms):
+            style = look(norm)
+            points = {
+                setting.batch_size: mean_interval(
+                    [run.test.accuracy for run in summary.select(setting, norm) if run.test]
+                )
+                for setting in settings
+            }
+            known = {size: estimate for size, estimate in sorted(points.items()) if estimate.n}
+            shift = 1.03 ** (at - (len(norms) - 1) / 2)  # error bars beside each other
+            error = [_error(estimate) or [[0], [0]] for estimate in known.values()]
+            axes.errorbar(
+                [size * shift for size in known], [estimate.mean for estimate in known.values()],
+                np.hstack(error) if error else None, color=style.colour, marker=style.marker,
+                markersize=10 if style.marker == "*" else 6, capsize=2.5, label=style.name,
+            )  # fmt: skip
+            words = ", ".join(f"{estimate.mean:.2f} at {size}" for size, estimate in known.items())
+            told.append(f"{style.name}: {words or 'no finished run'}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set(xlabel="batch size", ylabel="test accuracy")
+        figure.legend(loc="outside lower center", ncols=4)
+    return Plot(name, caption, "Test accuracy against batch size. " + "; ".join(told) + ".", figure)

@@ -1,0 +1,108 @@
+"""How figures look, and how they get into files and pages."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.figure import Figure
+
+
+class Look(NamedTuple):
+    """How a norm is drawn, the same in every figure: by colour, marker and name."""
+
+    name: str
+    colour: str
+    dark: str
+    """The colour on a dark page."""
+    marker: str
+
+
+LOOKS = {
+    # Okabe and Ito's palette: told apart by colour-blind readers, and markers differ too.
+    "bln": Look("BLN", "#0072b2", "#4aa8e0", "o"),
+    "bn": Look("BN", "#d55e00", "#f08a3c", "s"),
+    "ln": Look("LN", "#009e73", "#2bc79a", "^"),
+    "gn": Look("GN", "#cc79a7", "#e39bc4", "D"),
+    "batchrenorm": Look("Batch Renorm", "#e69f00", "#f2b733", "P"),
+    "bln-pooled": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
+    "bln-pooled-unscaled": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
+    "none": Look("no norm", "#6e6e76", "#a0a0a8", "X"),
+}
+INK, FAINT, GRID = "#1f2328", "#636c76", "#d5d9de"
+PAIRS = {"TT": "#332288", "FT": "#44aa99", "FF": "#999933", "TF": "#882255"}
+"""Colours of E_B and Std_B, none of them a norm's."""
+_DARK = {
+    **{INK: "#e6e9ee", FAINT: "#9aa4af", GRID: "#3a4048"},
+    **dict(zip(PAIRS.values(), ("#a596f5", "#5fd0bd", "#cfcf55", "#e07aa8"), strict=True)),
+    **{look.colour: look.dark for look in LOOKS.values()},
+}
+"""What each colour becomes on a dark page."""
+
+_STYLE = {
+    "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10, "axes.labelsize": 9.5, "legend.fontsize": 9,
+    "xtick.labelsize": 8.5, "ytick.labelsize": 8.5, "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK,
+    "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+    "axes.edgecolor": FAINT, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8,
+    "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.7,
+    "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white", "axes.unicode_minus": True,
+    "svg.fonttype": "path",  # the same on every machine, whatever fonts it has
+    "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+def look(norm: str) -> Look:
+    """How a norm is drawn; grey, by its own name, if it is not one of ours."""
+    return LOOKS.get(norm, LOOKS["none"]._replace(name=norm))
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure, the name of its files, and the text for those who do not see it."""
+
+    name: str
+    caption: str
+    alt: str
+    figure: Figure
+
+    def save(self, folder: Path) -> None:
+        """Write it as PNG and SVG, on white."""
+        with self._style():
+            self.figure.savefig(folder / f"{self.name}.png", dpi=200, metadata={"Software": None})
+            self.figure.savefig(folder / f"{self.name}.svg", metadata={"Date": None})
+
+    def inline(self) -> str:
+        """An ``<svg>`` for a page whose style sheet has :func:`variables`: it follows the page from light to dark."""
+        text = io.StringIO()
+        with self._style():
+            self.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        svg = text.getvalue()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
+        svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # ids must be one page's, and nothing refers to these
+        svg = re.sub("#[0-9a-f]{6}", lambda found: f"var(--c{found[0][1:]})" if found[0] in _DARK else found[0], svg)
+        return svg.rstrip()
+
+    @contextmanager
+    def _style(self) -> Iterator[None]:
+        with styled({"svg.hashsalt": self.name}):  # the same file each time, and ids that are this figure's own
+            yield
+
+
+@contextmanager
+def styled(more: Mapping[str, object] | None = None) -> Iterator[None]:
+    """Draw in the report's style, and leave matplotlib's settings as they were."""
+    with matplotlib.rc_context({**_STYLE, **(more or {})}):  # type: ignore[dict-item]
+        yield
+
+
+def variables(dark: bool) -> str:
+    """The style sheet's colours of figures, for one of the two colour schemes."""
+    return "".join(f"--c{colour[1:]}:{other if dark else colour};" for colour, other in _DARK.items())

@@ -1,0 +1,92 @@
+"""Runs that never happened, near what the paper's authors logged."""
+
+import json
+from importlib.resources import files
+
+import numpy as np
+
+from bln.experiments.report.summary import CONFIGURATIONS, CURVES
+
+AUTHORS = json.loads((files("bln.experiments") / "authors.json").read_text("utf-8"))["runs"]
+RESNET = ("bln", "bln-pooled", "bln-pooled-unscaled", "bn", "gn", "ln", "batchrenorm")
+
+
+def summary(runs, **more):
+    return {
+        "format": 1, "bln": "0.1.0", "commit": "0123abcd", "created": "2025-01-31T12:00:00+00:00",
+        "machines": ["2 CPU cores", "one GPU"], "runs": runs, **more,
+    }  # fmt: skip
+
+
+def run(rng, task="cnn", norm="bln", batch_size=25, fraction=0.2, seed=0, protocol="paper", epochs=5, level=0.0, **more):
+    """A finished run; ``level`` makes its losses higher and its accuracies lower."""
+    fall = np.exp(-np.arange(1, epochs + 1) / epochs) + level
+
+    def noisy(values, scale=0.01):
+        return (values + rng.normal(0, scale, np.shape(values))).tolist()
+
+    configurations = None
+    if norm.startswith("bln"):
+        configurations = {
+            part: {config: noisy(np.array([1.0 + level, 0.6 - level / 4])) for config in CONFIGURATIONS}
+            for part in ("validation", "test")
+        }
+    return {
+        "task": task, "norm": norm, "batch_size": batch_size, "fraction": fraction, "seed": seed, "protocol": protocol,
+        "status": "finished",
+        "epochs": dict(zip(CURVES, (noisy(fall), noisy(0.9 - fall / 4), noisy(fall + 0.2), noisy(0.8 - fall / 4)), strict=True)),
+        "best_epoch": epochs, "test": {"loss": 1.0 + level + rng.normal(0, 0.01), "accuracy": 0.6 - level / 4 + rng.normal(0, 0.01)},
+        "chosen": "TTFF" if configurations else None, "configurations": configurations,
+        "seconds": noisy(np.full(epochs, 3.0)), **more,
+    }  # fmt: skip
+
+
+def like_authors(rng, seeds=5, noise=0.02, **only):
+    """The authors' runs with noise on every figure, once for each seed; ``only`` selects, e.g. ``task="cnn"``."""
+    runs = []
+    for seed in range(seeds):
+        for theirs in AUTHORS:
+            if any(theirs[key] != value for key, value in only.items()):
+                continue
+            factor = np.exp(rng.normal(0, noise))
+
+            def near(value, factor=factor, scale=noise / 2):
+                return None if value is None else float(value * factor * np.exp(rng.normal(0, scale)))
+
+            ours = json.loads(json.dumps(theirs)) | {"seed": seed}
+            if not ours["epochs"]["train_loss"]:  # the authors logged no curves of all data
+                twin = next(r for r in AUTHORS if r["task"] == ours["task"] and r["norm"] == "bln" and r["batch_size"] == 25)
+                ours["epochs"], ours["best_epoch"] = json.loads(json.dumps(twin["epochs"])), twin["best_epoch"]
+            ours["epochs"] = {
+                name: [near(v) if name.endswith("loss") else min(1.0, near(v)) for v in curve]
+                for name, curve in ours["epochs"].items()
+            }
+            ours["test"] = {key: near(value) for key, value in ours["test"].items()}
+            if theirs["configurations"]:
+                shared = theirs["configurations"]["test"]
+                tables = {}
+                for part in ("validation", "test"):
+                    tables[part] = {
+                        config: [near(2.0 if loss is None else loss, scale=0.001), near(accuracy, scale=0.001)]
+                        for config, (loss, accuracy) in shared.items()
+                    }
+                ours["configurations"] = tables
+                ours["chosen"] = min(CONFIGURATIONS, key=lambda config: tables["validation"][config][0])
+                ours["test"] = dict(zip(("loss", "accuracy"), tables["test"][ours["chosen"]], strict=True))
+            ours["seconds"] = [near(value / 10) for value in theirs["seconds"]] * len(ours["epochs"]["train_loss"])
+            runs.append(ours)
+    return runs
+
+
+def everything(rng, seeds=4):
+    """Every task of the report."""
+    runs = like_authors(rng, seeds)
+    for seed in range(seeds):
+        for at, norm in enumerate(RESNET):
+            runs += [
+                run(rng, "resnet", norm, batch, 0.16, seed, "clean", level=0.1 * at + 0.3 / batch) for batch in (2, 4, 8, 32)
+            ]
+        for task in ("digits-cnn", "digits-rnn"):
+            for norm, level in (("bln", 0.0), ("bn", 0.2), ("ln", 0.1)):
+                runs += [run(rng, task, norm, batch, 1.0, seed, "clean", 8, level) for batch in (1, 8, 32)]
+    return runs

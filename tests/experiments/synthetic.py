@@ -18,7 +18,9 @@ def summary(runs, **more):
     }  # fmt: skip
 
 
-def run(rng, task="cnn", norm="bln", batch_size=25, fraction=0.2, seed=0, protocol="paper", epochs=5, level=0.0, **more):
+def run(
+    rng, task="cnn", norm="bln", batch_size=25, fraction=0.2, seed=0, protocol="paper", epochs=5, level=0.0, **more
+):
     """A finished run; ``level`` makes its losses higher and its accuracies lower."""
     fall = np.exp(-np.arange(1, epochs + 1) / epochs) + level
 
@@ -55,7 +57,9 @@ def like_authors(rng, seeds=5, noise=0.02, **only):
 
             ours = json.loads(json.dumps(theirs)) | {"seed": seed}
             if not ours["epochs"]["train_loss"]:  # the authors logged no curves of all data
-                twin = next(r for r in AUTHORS if r["task"] == ours["task"] and r["norm"] == "bln" and r["batch_size"] == 25)
+                twin = next(
+                    r for r in AUTHORS if r["task"] == ours["task"] and r["norm"] == "bln" and r["batch_size"] == 25
+                )
                 ours["epochs"], ours["best_epoch"] = json.loads(json.dumps(twin["epochs"])), twin["best_epoch"]
             ours["epochs"] = {
                 name: [near(v) if name.endswith("loss") else min(1.0, near(v)) for v in curve]
@@ -84,7 +88,8 @@ def everything(rng, seeds=4):
     for seed in range(seeds):
         for at, norm in enumerate(RESNET):
             runs += [
-                run(rng, "resnet", norm, batch, 0.16, seed, "clean", level=0.1 * at + 0.3 / batch) for batch in (2, 4, 8, 32)
+                run(rng, "resnet", norm, batch, 0.16, seed, "clean", level=0.1 * at + 0.3 / batch)
+                for batch in (2, 4, 8, 32)
             ]
         for task in ("digits-cnn", "digits-rnn"):
             for norm, level in (("bln", 0.0), ("bn", 0.2), ("ln", 0.1)):

@@ -77,9 +77,8 @@ class _Training:
         begun, number = time.perf_counter(), len(self.metrics) + 1
         # What is drawn depends on seed and epoch alone, so that a run that was interrupted draws the same.
         torch.manual_seed(self.settings.seed * 10_007 + number)
-        order = None if self.settings.protocol == "paper" else torch.randperm(len(training.inputs))
         bln.reset_statistics(self.model)
-        train_loss, train_accuracy = self.fit(training.batches(self.settings.batch_size, order))
+        train_loss, train_accuracy = self.fit(self.batches(training))
         with torch.no_grad():
             bln.configure(self.model, "FFFF")
             validation_loss, validation_accuracy = self.evaluate(validation)
@@ -100,6 +99,13 @@ class _Training:
             "best_epoch": self.best_epoch,
         }
         self.folder.save(state, self.metrics, self.seconds)
+
+    def batches(self, training: Part) -> Batches:
+        """Mini-batches in a new order; the paper's always hold the same samples together, clean ones do not."""
+        if self.settings.protocol == "clean":
+            return training.batches(self.settings.batch_size, torch.randperm(len(training.inputs)))
+        fixed = training.batches(self.settings.batch_size)
+        return [fixed[at] for at in torch.randperm(len(fixed)).tolist()]
 
     def fit(self, batches: Batches) -> tuple[float, float]:
         """An epoch of training; loss and accuracy are averages over its mini-batches, as Keras logs them."""

@@ -1,0 +1,120 @@
+"""The commands of ``bln``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from . import demo as demonstration
+from . import download, runs
+from . import report as reports
+from . import reproduce as sweep
+from .runs import Settings
+
+app = typer.Typer(
+    help="Batch Layer Normalization: a demonstration, and the paper's experiments.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+data = typer.Typer(help="The data sets of the paper.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+DataDir = Annotated[Path, typer.Option(help="Where the data sets are.")]
+Workers = Annotated[int, typer.Option(help="Runs side by side.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("bln-demo"),
+    workers: Annotated[int | None, typer.Option(help="Runs side by side; one for each core if not said.")] = None,
+) -> None:
+    """Train BLN, BN and LN on handwritten digits at batch 1 and 25, search the 16 configurations, report."""
+    _run(demonstration.settings(), out, Path(), "cpu", workers or os.cpu_count() or 1)
+
+
+@app.command()
+def reproduce(
+    what: Annotated[str, typer.Argument(help="cnn, rnn, all (both), or resnet.")],
+    data_dir: DataDir = Path("data"),
+    out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("results"),
+    batch_size: Annotated[list[int] | None, typer.Option(help="One or more, as in 1 25.")] = None,
+    fraction: Annotated[list[float] | None, typer.Option(help="Of the training data, as in 0.2 1.0.")] = None,
+    seeds: Annotated[int, typer.Option(help="How many.")] = 5,
+    norms: Annotated[list[str] | None, typer.Option(help="By name, or package.module:function.")] = None,
+    protocol: Annotated[str, typer.Option(help="paper, or clean: reshuffled each epoch, chosen on validation.")] = (
+        "paper"
+    ),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    workers: Workers = 1,
+    epochs: Annotated[int | None, typer.Option(help="Fewer than the protocol's, for a try.")] = None,
+) -> None:
+    """Run the paper's experiments; the same command continues where it was stopped."""
+    if what not in ("cnn", "rnn", "all", "resnet"):
+        raise ValueError(f"expected cnn, rnn, all or resnet, got {what!r}")
+    settings = sweep.plan(
+        ("cnn", "rnn") if what == "all" else (what,),
+        batch_sizes=batch_size, fractions=fraction, norms=norms, seeds=seeds, protocol=protocol, epochs=epochs,
+    )  # fmt: skip
+    _run(settings, out, data_dir, device, workers)
+
+
+@app.command()
+def report(
+    summary: Annotated[Path, typer.Argument(help="A summary.json, or the folder it is in.")],
+    out: Annotated[Path | None, typer.Option(help="Where the report goes; beside the summary if not said.")] = None,
+) -> None:
+    """Write report.html and its figures again, from a summary."""
+    path = summary / "summary.json" if summary.is_dir() else summary
+    try:
+        found = json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not a summary: {error}; `bln reproduce` writes one") from None
+    Console().print(f"written: {reports.write(found, out or path.parent)}", soft_wrap=True)
+
+
+@data.command()
+def get(
+    name: Annotated[str, typer.Argument(help="cifar10 or imdb.")],
+    data_dir: DataDir = Path("data"),
+    url: Annotated[str | None, typer.Option(help="Another place to load the same archive from.")] = None,
+) -> None:
+    """Download a data set from its publisher, check it and unpack it."""
+    download.get(name, data_dir, url=url)
+
+
+def _run(settings: list[Settings], out: Path, data_dir: Path, device: str, workers: int) -> None:
+    chosen = sweep.device(device)
+    runs.claim(out)
+    console = Console()
+    with _bar(len(settings)) as progress:
+        ended = sweep.reproduce(settings, out, data_dir, device=chosen, workers=workers, progress=progress)
+    summary = sweep.summarize(out)
+    runs.write(out / "summary.json", (json.dumps(summary) + "\n").encode())
+    console.print(reports.table(summary))
+    console.print(f"report: {reports.write(summary, out)}", soft_wrap=True)
+    failed = {each.name: status for each, status in ended.items() if status.startswith("error: ")}
+    if failed:
+        name, status = next(iter(failed.items()))
+        raise ValueError(
+            f"{len(failed)} of {len(ended)} runs could not go on; {name}: {status.removeprefix('error: ')}"
+        )
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[float, str], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.1f}/{task.total} runs"))
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+        bar = progress.add_task("", total=total)
+
+        def tell(done: float, text: str) -> None:
+            progress.update(bar, completed=done, description=text)
+
+        yield tell

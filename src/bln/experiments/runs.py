@@ -128,17 +128,18 @@ class RunFolder:
 
     def result(self) -> dict[str, Any] | None:
         """What came out, or ``None`` unless it and the metrics it belongs to are there unharmed."""
-        found = _read_json(self.path / "result.json")
-        if found is None:
-            return None
-        given = found.pop("sha256", None)
         try:
-            metrics = (self.path / "metrics.jsonl").read_bytes()
+            content, metrics = ((self.path / name).read_bytes() for name in ("result.json", "metrics.jsonl"))
         except OSError:
             return None
-        if given != hashlib.sha256(_json(found)).hexdigest():
+        found = _read_json(self.path / "result.json")
+        if found is None or _json(found) != content:
             return None
-        return found if found.pop("metrics_sha256") == hashlib.sha256(metrics).hexdigest() else None
+        given, of_metrics = found.pop("sha256", None), found.get("metrics_sha256")
+        if given != hashlib.sha256(_json(found)).hexdigest() or of_metrics != hashlib.sha256(metrics).hexdigest():
+            return None
+        del found["metrics_sha256"]
+        return found
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of whole epochs."""

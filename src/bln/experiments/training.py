@@ -77,10 +77,12 @@ class _Training:
         begun, number = time.perf_counter(), len(self.metrics) + 1
         # What is drawn depends on seed and epoch alone, so that a run that was interrupted draws the same.
         torch.manual_seed(self.settings.seed * 10_007 + number)
-        bln.reset_statistics(self.model)
+        for layer in bln.layers(self.model).values():
+            layer.reset_statistics()
         train_loss, train_accuracy = self.fit(self.batches(training))
         with torch.no_grad():
-            bln.configure(self.model, "FFFF")
+            for layer in bln.layers(self.model).values():
+                layer.config = "FFFF"
             validation_loss, validation_accuracy = self.evaluate(validation)
         line = (number, train_loss, train_accuracy, validation_loss, validation_accuracy)
         names = ("epoch", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy")

@@ -1,0 +1,264 @@
+"""Runs that survive: killed, harmed, diverged, repeated."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_runs import TINY, fake_cifar, patch
+from torch import nn
+
+import bln
+from bln.experiments import norms, runs, tasks
+from bln.experiments.runs import RunError, RunFolder
+from bln.experiments.training import train
+
+CPU = torch.device("cpu")
+
+
+def run(settings, out):
+    return train(settings, out, Path(), CPU)
+
+
+def files(settings, out):
+    folder = RunFolder(out, settings).path
+    return {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "result.json")}
+
+
+def start(settings, out):
+    script = Path(__file__).with_name("tiny_runs.py")
+    command = [sys.executable, script, out, *astuple(settings)]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("norm", ["bln", "bn"])
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, norm):
+    settings = replace(TINY, norm=norm, fraction=1.0, epochs=6)
+    whole = start(settings, tmp_path / "whole")
+    begun = time.monotonic()
+    assert whole.stdout.readline() == "started\n"
+    ready = time.monotonic()
+    assert whole.communicate(timeout=120)[0] == "finished\n"
+    took = time.monotonic() - ready
+    kills = 0
+    for _ in range(40):
+        process = start(settings, tmp_path / "killed")
+        try:
+            assert process.stdout.readline() == "started\n"
+            process.wait(random.uniform(0.05, 0.7) * took)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.communicate(timeout=120)
+        if process.returncode == 0:
+            break
+    assert process.returncode == 0, f"not finished after {kills} kills"
+    assert kills >= 1
+    assert begun < ready
+    assert files(settings, tmp_path / "killed") == files(settings, tmp_path / "whole")
+
+
+def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
+    assert run(TINY, tmp_path) == "finished"
+    before = files(TINY, tmp_path)
+    monkeypatch.setattr("bln.experiments.training._Training", None)  # would fail if it were
+    assert run(TINY, tmp_path) == "finished"
+    assert files(TINY, tmp_path) == before
+
+
+@pytest.mark.parametrize("harmed", ["result.json", "metrics.jsonl", "checkpoint.pt"])
+@pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
+def test_harmed_files_are_found_and_made_again(tmp_path, harmed, how, monkeypatch):
+    settings = replace(TINY, epochs=3)
+    run(settings, tmp_path / "whole")
+    out = tmp_path / "harmed"
+    folder = RunFolder(out, settings)
+    if harmed == "checkpoint.pt":  # interrupted after two epochs
+        finish = runs.RunFolder.finish
+        monkeypatch.setattr(runs.RunFolder, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(settings, out)
+        monkeypatch.setattr(runs.RunFolder, "finish", finish)
+    else:
+        run(settings, out)
+    path = folder.path / harmed
+    content = path.read_bytes()
+    middle = len(content) // 2
+    if how == "gone":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(content[:middle])
+    else:
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    (folder.path / ".metrics.jsonl.123.tmp").write_bytes(b"half")
+    assert harmed == "checkpoint.pt" or folder.result() is None
+    assert run(settings, out) == "finished"
+    assert files(settings, out) == files(settings, tmp_path / "whole")
+    assert not list(folder.path.glob(".*.tmp"))
+
+
+class Explodes(nn.Module):
+    """Fine for a while, then NaN."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.scale, self.steps = nn.Parameter(torch.ones(features)), 0
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        return x * self.scale[:, *[None] * (x.dim() - 2)] * (torch.nan if self.steps > 12 else 1)
+
+
+def test_a_diverged_run_is_recorded_as_such(tmp_path, monkeypatch):
+    monkeypatch.setitem(norms.NORMS, "explodes", lambda features, channel_dim: Explodes(features))
+    settings = replace(TINY, norm="explodes")  # 9 steps an epoch
+    assert run(settings, tmp_path) == "diverged"
+    lines = RunFolder(tmp_path, settings).metrics()
+    assert [line["train_loss"] is None for line in lines] == [False, True]
+    assert RunFolder(tmp_path, settings).result()["test"] is None
+    assert run(settings, tmp_path) == "diverged"
+
+
+def test_a_run_of_another_kind_in_the_same_folder_is_refused(tmp_path):
+    run(replace(TINY, epochs=1), tmp_path)
+    folder = RunFolder(tmp_path, replace(TINY, epochs=1))
+    found = json.loads((folder.path / "settings.json").read_text())
+    (folder.path / "settings.json").write_text(json.dumps({**found, "format": 99}))
+    with pytest.raises(RunError, match="was made with format 99, this is 1; take another --out"):
+        run(replace(TINY, epochs=1), tmp_path)
+
+
+def test_two_processes_do_not_work_on_one_run(tmp_path):
+    folder = RunFolder(tmp_path, TINY)
+    with folder.locked(), pytest.raises(RunError, match="another process works on"):
+        run(TINY, tmp_path)
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch):
+    settings = replace(TINY, epochs=2)
+    run(settings, tmp_path / "whole")
+    write, calls = runs.write, []
+
+    def full(path, content):
+        calls.append(path)
+        if path.name == "checkpoint.pt" and len([c for c in calls if c == path]) == 2:
+            raise RunError(f"cannot write {path}: No space left on device; make room there or take another --out")
+        write(path, content)
+
+    monkeypatch.setattr(runs, "write", full)
+    with pytest.raises(RunError, match="No space left on device; make room"):
+        run(settings, tmp_path / "full")
+    assert len(RunFolder(tmp_path / "full", settings).metrics()) == 1
+    monkeypatch.setattr(runs, "write", write)
+    run(settings, tmp_path / "full")
+    assert files(settings, tmp_path / "full") == files(settings, tmp_path / "whole")
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    runs.write(tmp_path / "file", b"old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs.os, "fsync", full)
+    with pytest.raises(RunError, match=r"cannot write .*file: No space left on device"):
+        runs.write(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+class TestProtocol:
+    def test_the_paper_keeps_mini_batches_together_and_clean_does_not(self, tmp_path, monkeypatch):
+        patch(monkeypatch)
+        seen = []
+        monkeypatch.setattr(
+            "bln.experiments.training._Training.fit",
+            lambda self, batches: (seen.append(batches), (1.0, 0.5))[1],
+        )
+        for protocol in ("paper", "clean"):
+            run(replace(TINY, task="cnn", norm="none", batch_size=10, fraction=1.0, protocol=protocol), tmp_path)
+
+        def composition(batches):
+            return {frozenset(x.flatten(1).sum(1).tolist()) for x, _ in batches}
+
+        def order(batches):
+            return [x.sum().item() for x, _ in batches]
+
+        paper, clean = seen[:4], seen[4:]
+        assert len({frozenset(composition(b)) for b in paper}) == 1
+        assert len({tuple(order(b)) for b in paper}) > 1
+        assert len({frozenset(composition(b)) for b in clean}) == 4
+
+    def test_twenty_percent_are_9000_and_1000_of_cifar(self):
+        train, validation = tasks._divide(50_000, 0.2, 3)
+        assert (len(train), len(validation)) == (9_000, 1_000)
+        everything = torch.cat(tasks._divide(50_000, 1.0, 3))
+        assert everything.unique().numel() == 50_000
+        assert set(train.tolist()) <= set(tasks._divide(50_000, 1.0, 3)[0].tolist())
+        assert not torch.equal(train, tasks._divide(50_000, 0.2, 4)[0])
+
+    def test_each_input_is_standardized_over_the_training_part(self, monkeypatch):
+        monkeypatch.setattr(tasks, "VALIDATION", 10)
+        split = tasks._split_cifar10(fake_cifar(), 1.0, 0)
+        assert len(split.train.inputs) == 50
+        torch.testing.assert_close(split.train.inputs.mean(0), torch.zeros(3, 32, 32), atol=1e-5, rtol=0)
+        torch.testing.assert_close(split.train.inputs.std(0, correction=0), torch.ones(3, 32, 32), atol=1e-4, rtol=0)
+        assert split.validation.inputs.std(0).mean() != 1
+
+    def test_training_is_validated_with_the_current_statistics(self, tmp_path, monkeypatch):
+        seen = []
+        evaluate = "bln.experiments.training._Training.evaluate"
+        monkeypatch.setattr(
+            evaluate,
+            lambda self, batches: (seen.append({str(x.config) for x in bln.layers(self.model).values()}), (1.0, 0.5))[
+                1
+            ],
+        )
+        run(replace(TINY, epochs=2), tmp_path)
+        assert seen[:2] == [{"FFFF"}, {"FFFF"}]
+        assert len(seen) == 3  # and the test, once
+
+    def test_population_statistics_are_those_of_one_epoch(self, tmp_path):
+        run(replace(TINY, epochs=2), tmp_path)
+        best = runs.read_tensors(RunFolder(tmp_path, replace(TINY, epochs=2)).path / "best.pt", CPU)
+        assert best["3.population.samples"].unique().tolist() == [216]  # a fifth of 1,079
+
+    @pytest.mark.parametrize("protocol", ["paper", "clean"])
+    def test_the_configuration_is_chosen_on_validation_and_tested_once(self, tmp_path, protocol):
+        settings = replace(TINY, protocol=protocol)
+        run(settings, tmp_path)
+        result = RunFolder(tmp_path, settings).result()
+        scores = result["configurations"]["validation"]
+        assert len(scores) == 16
+        assert result["chosen"] == min(scores, key=scores.get)
+        assert ("test" in result["configurations"]) == (protocol == "paper")
+        if protocol == "paper":
+            assert result["test"]["loss"] == result["configurations"]["test"][result["chosen"]][0]
+
+        model = tasks.TASKS[settings.task].model(norms.NORMS["bln"])
+        model.load_state_dict(runs.read_tensors(RunFolder(tmp_path, settings).path / "best.pt", CPU))
+        split = tasks.split_digits(Path(), settings.fraction, settings.seed)
+        bln.configure(model.eval(), result["chosen"])
+        with torch.no_grad():
+            outputs = [(model(x), y) for x, y in split.test.batches(25)]
+        loss = sum(F.cross_entropy(o, y, reduction="sum").item() for o, y in outputs) / len(split.test.targets)
+        assert result["test"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+    @pytest.mark.parametrize("task", ["cnn", "rnn", "resnet"])
+    @pytest.mark.parametrize("size", [1, 25])
+    def test_every_task_runs_from_end_to_end(self, tmp_path, monkeypatch, task, size):
+        patch(monkeypatch)
+        for norm in ("bln", "bn"):
+            settings = replace(TINY, task=task, norm=norm, batch_size=size, fraction=1.0, epochs=1, protocol="paper")
+            assert run(settings, tmp_path) == "finished"
+            result = RunFolder(tmp_path, settings).result()
+            assert 0 <= result["test"]["accuracy"] <= 1
+            assert (result["configurations"] is None) == (norm == "bn")

@@ -1,11 +1,13 @@
 """A data set and settings small enough to train in a second, and a process that does it."""
 
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bln.experiments import data, tasks
+from bln.experiments import data, models, tasks
 from bln.experiments.runs import Settings
 
 TINY = Settings("digits-cnn", "bln", 25, 0.2, 0, "clean", 4)
@@ -31,7 +33,7 @@ def fake_cifar(count: int = 60) -> data.CIFAR:
 
 def fake_imdb(count: int = 60) -> data.IMDB:
     """Reviews of random words."""
-    tokens = torch.randint(1, 20_000, (count, 80))
+    tokens = torch.randint(1, 50, (count, 80))
     labels = torch.arange(count) % 2
     return data.IMDB(tokens, labels, tokens[:20], labels[:20])
 
@@ -41,6 +43,8 @@ def patch(monkeypatch, validation: int = 10) -> None:
     monkeypatch.setattr(tasks, "VALIDATION", validation)
     monkeypatch.setattr(tasks, "_cifar10", lambda folder: fake_cifar())
     monkeypatch.setattr(tasks, "_imdb", lambda folder: fake_imdb())
+    small = replace(tasks.TASKS["rnn"], model=partial(models.sentiment, words=50, features=8))
+    monkeypatch.setitem(tasks.TASKS, "rnn", small)
 
 
 if __name__ == "__main__":

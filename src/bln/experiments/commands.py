@@ -53,6 +53,8 @@ def reproduce(
     ),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     workers: Workers = 1,
+    backend: Annotated[str, typer.Option(help="local processes, or ray for a Ray cluster.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; without one it starts here.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Fewer than the protocol's, for a try.")] = None,
 ) -> None:
     """Run the paper's experiments; the same command continues where it was stopped."""
@@ -62,7 +64,7 @@ def reproduce(
         ("cnn", "rnn") if what == "all" else (what,),
         batch_sizes=batch_size, fractions=fraction, norms=norms, seeds=seeds, protocol=protocol, epochs=epochs,
     )  # fmt: skip
-    _run(settings, out, data_dir, device, workers)
+    _run(settings, out, data_dir, device, workers, backend, address)
 
 
 @app.command()
@@ -89,12 +91,22 @@ def get(
     download.get(name, data_dir, url=url)
 
 
-def _run(settings: list[Settings], out: Path, data_dir: Path, device: str, workers: int) -> None:
+def _run(
+    settings: list[Settings],
+    out: Path,
+    data_dir: Path,
+    device: str,
+    workers: int,
+    backend: str = "local",
+    address: str | None = None,
+) -> None:
     chosen = sweep.device(device)
     runs.claim(out)
     console = Console()
     with _bar(len(settings)) as progress:
-        ended = sweep.reproduce(settings, out, data_dir, device=chosen, workers=workers, progress=progress)
+        ended = sweep.reproduce(
+            settings, out, data_dir, device=chosen, workers=workers, backend=backend, address=address, progress=progress
+        )
     summary = sweep.summarize(out)
     runs.write(out / "summary.json", (json.dumps(summary) + "\n").encode())
     console.print(reports.table(summary))

@@ -25,11 +25,11 @@ def lenet(norm: Norm) -> nn.Module:
     return _initialized(net)
 
 
-def sentiment(norm: Norm) -> nn.Module:
+def sentiment(norm: Norm, words: int = 20_000, features: int = 512) -> nn.Module:
     """The paper's RNN: two LSTMs on ``(N, 80)`` word numbers; one logit."""
     net = nn.Sequential(
-        Words(20_000, 512),
-        LSTM(512, 128, dropout=0.2), norm(128, -1),
+        Words(words, features),
+        LSTM(features, 128, dropout=0.2), norm(128, -1),
         LSTM(128, 64, dropout=0.2, last=True), norm(64, 1),
         nn.Linear(64, 32), nn.Tanh(), norm(32, 1),
         nn.Linear(32, 1), nn.Flatten(0),

@@ -95,12 +95,31 @@ def reproduce(
     *,
     device: torch.device,
     workers: int = 1,
+    backend: str = "local",
+    address: str | None = None,
     progress: Progress = lambda done, text: None,
 ) -> dict[Settings, str]:
-    """Bring all runs to their end; returns how each ended. Those that cannot go on do not keep the others."""
+    """Bring all runs to their end; returns how each ended. Those that cannot go on do not keep the others.
+
+    Args:
+        settings: The runs.
+        out: Where their folders are; with ``ray``, on storage all machines share.
+        data_dir: Where the data sets are, likewise.
+        device: To train on.
+        workers: Runs side by side.
+        backend: ``local``, processes of joblib; or ``ray``, tasks of a Ray cluster. A task whose worker is lost is
+            started again on another, and resumes from its checkpoint.
+        address: Of the cluster; without one, Ray starts on this machine.
+        progress: Told how far it is.
+    """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    if workers == 1:
+    if backend not in ("local", "ray"):
+        raise ValueError(f"the backend must be 'local' or 'ray', got {backend!r}")
+    if backend == "ray":
+        with _watched(settings, out, progress):
+            statuses = _on_ray(settings, out.resolve(), data_dir.resolve(), device, workers, address)
+    elif workers == 1:
         statuses = [_run_here(each, out, data_dir, device, progress, at) for at, each in enumerate(settings)]
     else:
         from joblib import Parallel, delayed
@@ -129,6 +148,33 @@ def _run_here(
 def _run_alone(settings: Settings, out: Path, data_dir: Path, device: torch.device, threads: int) -> str:
     torch.set_num_threads(threads)
     return _run(settings, out, data_dir, device, lambda done: None)
+
+
+_LOST = 5
+"""How often a run whose worker was lost is started again."""
+
+
+def _on_ray(
+    settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int, address: str | None
+) -> list[str]:
+    try:
+        import ray
+    except ImportError:
+        raise ValueError('--backend ray needs Ray: pip install "batch-layer-norm[ray]"') from None
+    begun = not ray.is_initialized()
+    if begun:
+        try:
+            ray.init(address=address, num_cpus=None if address else workers, log_to_driver=False)
+        except (ConnectionError, ValueError) as error:
+            raise ValueError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
+    try:
+        task = ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"), max_retries=_LOST)(_run_alone)
+        return list(ray.get([task.remote(each, out, data_dir, device, 1) for each in settings]))
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError) as error:
+        raise RunError(f"a run lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}") from None
+    finally:
+        if begun:
+            ray.shutdown()
 
 
 @contextmanager

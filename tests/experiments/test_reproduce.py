@@ -1,0 +1,145 @@
+"""Many runs: which ones, side by side, and their summary."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import TINY, patch
+
+from bln.cli import _spread, main
+from bln.experiments import runs
+from bln.experiments.reproduce import plan, reproduce, summarize
+from bln.experiments.runs import RunFolder, Settings
+
+CPU = torch.device("cpu")
+FEW = [replace(TINY, norm=norm, seed=seed, epochs=2) for norm in ("bln", "ln") for seed in (0, 1)]
+
+
+class TestPlan:
+    def test_the_papers_runs(self):
+        found = plan(("cnn", "rnn"))
+        assert len(found) == 2 * 3 * 3 * 5  # tasks; batch 1 and 25 of 20 %, 25 of all; norms; seeds
+        assert {(each.batch_size, each.fraction) for each in found} == {(1, 0.2), (25, 0.2), (25, 1.0)}
+        assert {each.epochs for each in found if each.task == "rnn"} == {10}
+        assert len({each.name for each in found}) == len(found)
+
+    def test_what_is_asked_for_is_what_is_run(self):
+        found = plan(("cnn",), batch_sizes=[1], fractions=[1.0], norms=["gn"], seeds=1, protocol="clean", epochs=2)
+        assert found == [Settings("cnn", "gn", 1, 1.0, 0, "clean", 2)]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"batch_sizes": [0]}, "a batch size must be at least 1, got 0"),
+            ({"fractions": [2.0]}, r"must be in \(0, 1\], got 2"),
+            ({"norms": ["bnl"]}, "unknown normalizer 'bnl'; did you mean 'bln'"),
+            ({"seeds": 0}, "seeds must be at least 1, got 0"),
+            ({"epochs": 0}, "epochs must be at least 1, got 0"),
+            ({"protocol": "dirty"}, "must be 'paper' or 'clean', got 'dirty'"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            plan(("cnn",), **options)
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    told = []
+    ended = reproduce(FEW, out, Path(), device=CPU, progress=lambda done, text: told.append(done))
+    assert set(ended.values()) == {"finished"}
+    assert told == sorted(told)
+    assert told[-1] > 3
+    return out
+
+
+def test_workers_give_the_same_numbers(one_by_one, tmp_path):
+    ended = reproduce(FEW, tmp_path, Path(), device=CPU, workers=2)
+    assert set(ended.values()) == {"finished"}
+    for each in FEW:
+        assert RunFolder(tmp_path, each).result()["status"] == "finished"
+        found, expected = (RunFolder(out, each).metrics() for out in (tmp_path, one_by_one))
+        for line, other in zip(found, expected, strict=True):
+            assert line == pytest.approx(other, rel=1e-3)  # threads may sum in another order
+
+
+def test_a_run_that_cannot_go_on_does_not_keep_the_others(one_by_one, tmp_path):
+    with RunFolder(tmp_path, FEW[0]).locked():
+        ended = reproduce(FEW[:2], tmp_path, Path(), device=CPU)
+    assert ended[FEW[0]].startswith("error: another process works on")
+    assert ended[FEW[1]] == "finished"
+
+
+def test_a_summary_holds_every_run(one_by_one):
+    summary = json.loads(json.dumps(summarize(one_by_one)))
+    assert summary["format"] == runs.FORMAT
+    assert len(summary["runs"]) == len(FEW)
+    for run in summary["runs"]:
+        assert run["status"] == "finished"
+        assert all(len(curve) == 2 for curve in run["epochs"].values())
+        assert (run["configurations"] is None) == (run["norm"] == "ln")
+        assert 0 <= run["test"]["accuracy"] <= 1
+
+
+class TestCommandLine:
+    def test_options_take_several_values(self):
+        given = ["reproduce", "cnn", "--batch-size", "1", "25", "--norms", "bln", "--seeds", "2"]
+        expected = ["reproduce", "cnn", "--batch-size", "1", "--batch-size", "25", "--norms", "bln", "--seeds", "2"]
+        assert _spread(given) == expected
+
+    def test_an_experiment_from_end_to_end(self, tmp_path, monkeypatch, capsys):
+        patch(monkeypatch)
+        arguments = f"reproduce cnn --out {tmp_path} --batch-size 1 25 --norms bln bn --seeds 1 --epochs 1 --device cpu"
+        for _ in range(2):  # the second time nothing is left to do
+            with pytest.raises(SystemExit) as ended:
+                main([*arguments.split(), "--fraction", "0.5", "1.0"])
+            assert ended.value.code == 0
+        assert "report.html" in capsys.readouterr().out.replace("\n", "")
+        assert (tmp_path / "report.html").stat().st_size > 10_000
+        assert len(json.loads((tmp_path / "summary.json").read_text())["runs"]) == 8
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ("reproduce cnn --fraction 2", "a fraction of the training data must be in (0, 1], got 2"),
+            ("reproduce cnn --batch-size 0", "a batch size must be at least 1, got 0"),
+            ("reproduce cnn --norms lm", "unknown normalizer 'lm'; did you mean 'ln'?"),
+            ("reproduce gnn", "expected cnn, rnn, all or resnet, got 'gnn'"),
+            ("reproduce cnn --data-dir {}/nowhere --epochs 1 --seeds 1 --out {}/out", "bln data get cifar10"),
+            ("reproduce cnn --device tpu --out {}", "device 'tpu' cannot be used here"),
+            ("reproduce cnn --out {}/old", "holds runs of version 0.0 (format 0), this is"),
+            ("report {}/nowhere.json", "nowhere.json: No such file or directory"),
+            ("report {}/rubbish.json", "is not a summary"),
+        ],
+    )
+    def test_what_goes_wrong_is_one_line_and_exit_code_2(self, arguments, message, tmp_path, capsys):
+        (tmp_path / "rubbish.json").write_text("{")
+        (tmp_path / "old").mkdir()
+        (tmp_path / "old" / "version.json").write_text('{"format": 0, "version": "0.0"}')
+        with pytest.raises(SystemExit) as ended:
+            main(arguments.format(tmp_path, tmp_path).split())
+        assert ended.value.code == 2
+        errors = capsys.readouterr().err
+        assert message in errors
+        assert len(errors.strip().splitlines()) == 1
+
+    def test_an_interruption_says_how_to_go_on(self, monkeypatch, capsys, tmp_path):
+        def interrupted(*_, **__):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("bln.experiments.reproduce.reproduce", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", "--out", str(tmp_path)])
+        assert ended.value.code == 130
+        assert "the same command goes on from here" in capsys.readouterr().err
+
+    def test_a_missing_extra_is_named(self, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "bln.experiments.commands", None)
+        with pytest.raises(SystemExit) as ended:
+            main(["demo"])
+        assert ended.value.code == 2
+        assert 'pip install "batch-layer-norm[experiments]"' in capsys.readouterr().err

@@ -103,11 +103,9 @@ class _Training:
         self.folder.save(state, self.metrics, self.seconds)
 
     def batches(self, training: Part) -> Batches:
-        """Mini-batches in a new order; the paper's always hold the same samples together, clean ones do not."""
-        if self.settings.protocol == "clean":
-            return training.batches(self.settings.batch_size, torch.randperm(len(training.inputs)))
-        fixed = training.batches(self.settings.batch_size)
-        return [fixed[at] for at in torch.randperm(len(fixed)).tolist()]
+        """The paper's mini-batches are drawn once, and come in the same order each epoch; clean ones are drawn anew."""
+        order = torch.randperm(len(training.inputs)) if self.settings.protocol == "clean" else None
+        return training.batches(self.settings.batch_size, order)
 
     def fit(self, batches: Batches) -> tuple[float, float]:
         """An epoch of training; loss and accuracy are averages over its mini-batches, as Keras logs them."""

@@ -1,0 +1,144 @@
+"""Training steps per second of the paper's nets, beside the same nets written plainly.
+
+    python benchmarks/train.py [--threads 2] [--seconds 6] [--device cpu] [--markdown FILE]
+
+Plainly is: BLN as a chain of operators, an LSTM as a loop over time that autograd differentiates, an embedding whose
+whole gradient is filled anew. Weights are the same, inputs random, and the two take turns. An epoch is 9,000 images
+for the LeNet and 4,000 reviews for the LSTM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import bln
+from bln import formula, functional
+from bln.experiments.lstm import LSTM
+from bln.experiments.models import Words
+from bln.experiments.norms import NORMS, Norm
+from bln.experiments.tasks import TASKS
+
+EPOCH = {"cnn": 9_000, "rnn": 4_000}
+
+
+class PlainBLN(nn.Module):
+    """The formula and the averages, operator by operator."""
+
+    def __init__(self, features: int, channel_dim: int) -> None:
+        super().__init__()
+        self.layer = bln.BatchLayerNorm(features, channel_dim=channel_dim, eps=1e-3, mix_eps=1e-4, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        rows = x.movedim(layer.channel_dim, -1)
+        current = functional.current(rows, None, True)
+        y = formula.transform(rows, current, layer.weight, layer.bias, eps=layer.eps, mix_eps=1e-4)
+        with torch.no_grad():
+            n = x.shape[0]
+            layer.population.update(formula.Statistics(*current), n, n, None, tuple(rows.shape[1:-1]), None)
+        return y.movedim(-1, layer.channel_dim)
+
+
+class PlainLSTM(LSTM):
+    """A loop over time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, steps, _ = x.shape
+        ones = x.new_ones(n, self.units)
+        dropped = nn.functional.dropout(x.new_ones(n, 1, x.shape[2]), self.dropout, self.training)
+        mask = nn.functional.dropout(ones, self.dropout, self.training)
+        x, h, c, states = x * dropped, torch.zeros_like(ones), torch.zeros_like(ones), []
+        for t in range(steps):
+            o, i, f, g = (x[:, t] @ self.kernel + (h * mask) @ self.recurrent + self.bias).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            states.append(h)
+        return h if self.last else torch.stack(states, 1)
+
+
+def plainly(task: str) -> nn.Module:
+    norm: Norm = PlainBLN
+    model = TASKS[task].model(norm)
+    for at, module in enumerate(model):
+        if isinstance(module, LSTM):
+            module.__class__ = PlainLSTM
+        if isinstance(module, Words):
+            model[at] = nn.Embedding.from_pretrained(module.weight.detach().clone(), freeze=False)
+    return model
+
+
+def stepper(task: str, model: nn.Module, size: int, device: torch.device) -> Callable[[], None]:
+    model.to(device).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=TASKS[task].learning_rate, fused=not _plain(model))
+    if task == "cnn":
+        inputs, targets = torch.randn(20, size, 3, 32, 32), torch.randint(10, (20, size))
+        inputs = inputs if _plain(model) else inputs.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        inputs = inputs.view(20, size, 3, 32, 32) if _plain(model) else inputs.unflatten(0, (20, size))
+        model = model if _plain(model) else model.to(memory_format=torch.channels_last)
+    else:
+        inputs, targets = torch.randint(20_000, (20, size, 80)), torch.rand(20, size).round()
+    inputs, targets, at = inputs.to(device), targets.to(device), 0
+
+    def step() -> None:
+        nonlocal at
+        at = (at + 1) % len(inputs)
+        optimizer.zero_grad()
+        TASKS[task].loss(model(inputs[at]), targets[at]).backward()
+        optimizer.step()
+
+    return step
+
+
+def _plain(model: nn.Module) -> bool:
+    return any(isinstance(module, PlainBLN) for module in model.modules())
+
+
+def seconds(steps: list[Callable[[], None]], budget: float, device: torch.device) -> list[float]:
+    """Median seconds of a step of each; they take turns."""
+    found: list[list[float]] = [[] for _ in steps]
+    for step in steps:
+        step()
+        step()
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end:
+        for step, times in zip(steps, found, strict=True):
+            begun = time.perf_counter()
+            for _ in range(3):
+                step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - begun) / 3)
+    return [statistics.median(times) for times in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    lines = ["| net | batch | ours, steps/s | plainly, steps/s | ratio | an epoch, s |", "|---|---|---|---|---|---|"]
+    print("\n".join(lines), flush=True)
+    for task in EPOCH:
+        for size in (25, 1):
+            models = [TASKS[task].model(NORMS["bln"]), plainly(task)]
+            ours, plain = seconds([stepper(task, m, size, device) for m in models], arguments.seconds, device)
+            epoch = EPOCH[task] / size * ours
+            lines.append(f"| {task} | {size} | {1 / ours:.1f} | {1 / plain:.1f} | {plain / ours:.2f} | {epoch:.2f} |")
+            print(lines[-1], flush=True)
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

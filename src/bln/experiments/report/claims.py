@@ -40,7 +40,8 @@ RULES = (
     f"An accuracy the paper prints is reproduced when the interval of ours lies within ± {TOLERANCE} of it, and not "
     "reproduced when it lies outside. With fewer than three seeds it can be refuted, not confirmed.",
     f"BN fails when its accuracy lies less than {FAILED:.2f} above chance (0.1 on CIFAR-10, 0.5 on IMDB).",
-    "A run that diverged loses against one that finished. Where there is one, seeds decide: all must agree.",
+    "A run that diverged loses against one that finished. Where there is one, seeds decide: all must agree. Where an "
+    "accuracy stands by itself, such a run counts as chance.",
     "Lower at each epoch: reproduced when the interval lies on the claimed side at every epoch, not reproduced when it "
     "lies on the other side at any.",
     "A group of configurations leads when the lowest test loss in the group lies below the lowest outside it.",
@@ -172,11 +173,11 @@ def _accuracies(summary: Summary, protocol: str) -> Iterator[Part]:
     for batch, accuracies in printed.items():
         setting = Setting("cnn", protocol, 0.2, batch)
         for norm, paper in accuracies.items():
-            values = [TRAIN_ACCURACY.of(run) for run in ended(summary, setting, norm)]
+            values, diverged = _reached(ended(summary, setting, norm), TRAIN_ACCURACY)
             verdict, note = _within(values, paper)
-            shown = _estimate(values)
             row = f"batch {batch}: {NAMES[norm]} reaches {paper:.2f}"
-            yield Part(1, row, TRAIN_ACCURACY.name, verdict, shown.text() if shown.n else "", note)
+            figure = _estimate(values).text() if values else ""
+            yield Part(1, row, TRAIN_ACCURACY.name, verdict, figure, diverged or note)
         order = list(accuracies)
         for first, second in pairwise(order):
             verdict, figure, note = _beats(summary, setting, first, second, TRAIN_ACCURACY)
@@ -187,14 +188,21 @@ def _accuracies(summary: Summary, protocol: str) -> Iterator[Part]:
 def _within(values: Sequence[float], paper: float) -> tuple[Verdict, str]:
     if not values:
         return Verdict.UNDECIDED, "not run"
-    if any(map(math.isnan, values)):
-        every = all(map(math.isnan, values))
-        return (Verdict.NOT if every else Verdict.UNDECIDED), ("every run diverged" if every else "a run diverged")
     low, high = _interval(values, FEW_ACCURACY)
     note = "" if len(values) >= FEW else _few(len(values))
     if paper - TOLERANCE < low and high < paper + TOLERANCE:
         return Verdict.REPRODUCED, note
     return (Verdict.NOT if high < paper - TOLERANCE or low > paper + TOLERANCE else Verdict.UNDECIDED), note
+
+
+def _reached(runs: Sequence[Run], measure: Measure) -> tuple[list[float], str]:
+    """Accuracies by themselves, and how many runs diverged: those classify as chance does."""
+    values = [measure.of(run) for run in runs]
+    diverged = sum(map(math.isnan, values))
+    note = f"{diverged} of {len(values)} diverged" if diverged else ""
+    return [
+        CHANCE[run.setting.task] if math.isnan(value) else value for run, value in zip(runs, values, strict=True)
+    ], note
 
 
 def _convergence(summary: Summary, protocol: str) -> Iterator[Part]:
@@ -242,15 +250,11 @@ def _rivals(summary: Summary, protocol: str) -> Iterator[Part]:
         for measure in MEASURES:
             yield Part(3, row, measure.name, *_beats(summary, setting, first, second, measure))
     for task, chance in CHANCE.items():
-        runs = ended(summary, Setting(task, protocol, 0.2, 1), "bn")
         for measure in (TRAIN_ACCURACY, TEST_ACCURACY):
-            values = [measure.of(run) for run in runs]
-            diverged = sum(map(math.isnan, values))
-            values = [chance if math.isnan(value) else value for value in values]  # it failed
+            values, diverged = _reached(ended(summary, Setting(task, protocol, 0.2, 1), "bn"), measure)
             verdict, note = decide([chance + FAILED - value for value in values], FEW_ACCURACY)
-            note = f"{diverged} of {len(values)} diverged" if diverged else note
             figure = _estimate(values).text() if values else ""
-            yield Part(3, f"{NAMES[task]}, batch 1: BN fails", measure.name, verdict, figure, note)
+            yield Part(3, f"{NAMES[task]}, batch 1: BN fails", measure.name, verdict, figure, diverged or note)
 
 
 def searched(summary: Summary, setting: Setting) -> list[Run]:

@@ -27,12 +27,12 @@ class Look(NamedTuple):
 LOOKS = {
     # Okabe and Ito's palette: told apart by colour-blind readers, and markers differ too.
     "bln": Look("BLN", "#0072b2", "#4aa8e0", "o"),
+    "bln-pooled": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
+    "bln-pooled-unscaled": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
     "bn": Look("BN", "#d55e00", "#f08a3c", "s"),
     "ln": Look("LN", "#009e73", "#2bc79a", "^"),
     "gn": Look("GN", "#cc79a7", "#e39bc4", "D"),
     "batchrenorm": Look("Batch Renorm", "#e69f00", "#f2b733", "P"),
-    "bln-pooled": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
-    "bln-pooled-unscaled": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
     "none": Look("no norm", "#6e6e76", "#a0a0a8", "X"),
 }
 INK, FAINT, GRID = "#1f2328", "#636c76", "#d5d9de"

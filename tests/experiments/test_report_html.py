@@ -1,15 +1,20 @@
 """The page: whole, well-formed, the same each time, and honest about what is missing."""
 
 import copy
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+import bln
 from bln.experiments import report
 from bln.experiments.report.page import make
 from bln.experiments.report.summary import read
@@ -286,3 +291,12 @@ def test_nothing_of_matplotlibs_settings_is_left_changed(rng, tmp_path):
     before = dict(matplotlib.rcParams)
     made([run(rng)], tmp_path)
     assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("absent", ["matplotlib", "scipy"])
+def test_an_absent_extra_is_named(absent):
+    code = f"import sys; sys.modules[{absent!r}] = None; import bln.experiments.report"
+    environment = {**os.environ, "PYTHONPATH": str(Path(bln.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert f"the report needs {absent}" in done.stderr
+    assert 'pip install "batch-layer-norm[experiments]"' in done.stderr

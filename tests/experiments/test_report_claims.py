@@ -155,6 +155,15 @@ def test_configurations_are_chosen_on_validation_and_compared_on_test(rng):
     assert verdicts(runs)[key].verdict is NO
 
 
+def test_configurations_without_a_loss_decide_nothing(rng):
+    runs = world(rng)
+    for one in runs:
+        for part in (one["configurations"] or {}).values():
+            part |= {config: [None, 0.1] for config in part}
+    found = [part for part in verdicts(runs).values() if part.claim >= 4]
+    assert {part.verdict for part in found} == {OPEN}
+
+
 def test_mixed_parts_are_in_part(rng):
     yes, no = (judge(read(summary(world(rng, right))))[0] for right in (True, False))
     undecided = judge(read(summary([])))[0]

@@ -300,3 +300,11 @@ def test_an_absent_extra_is_named(absent):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert f"the report needs {absent}" in done.stderr
     assert 'pip install "batch-layer-norm[experiments]"' in done.stderr
+
+
+@pytest.mark.parametrize("task", ["cnn", "resnet", "digits-rnn"])
+def test_a_run_that_has_only_begun_is_shown(rng, task):
+    one = run(rng, task, epochs=1) | {"status": "running", "best_epoch": None, "test": None, "configurations": None}
+    one["epochs"] = {name: [] for name in one["epochs"]}
+    page, _ = shown([one | {"seconds": []}])
+    assert "1 running (epoch 0)" in page.text

@@ -298,13 +298,17 @@ def _dependence(summary: Summary, protocol: str) -> Iterator[Part]:
     """Claim 5."""
     settings = [setting for task in ("cnn", "rnn") for setting in summary.settings(task, protocol)]
     runs = [run for setting in settings for run in searched(summary, setting)]
-    hits = sum(_lead(run, lambda config: config[3] == "F") > 0 for run in runs)
-    share = share_interval(hits, len(runs))
+    leads = [_lead(run, lambda config: config[3] == "F") for run in runs]
+    leads = [lead for lead in leads if not math.isnan(lead)]
+    hits = sum(lead > 0 for lead in leads)
+    share = share_interval(hits, len(leads))
     verdict, column = Verdict.UNDECIDED, "configurations"
-    if runs:
+    if leads:
         verdict = Verdict.REPRODUCED if share.low > 0.5 else Verdict.NOT if share.high < 0.5 else Verdict.UNDECIDED
-    figure = f"best in {hits} of {len(runs)} runs [{share.low:.0%}, {share.high:.0%}]" if runs else ""
-    yield Part(5, "Std_F = F has the lowest test loss in most runs", column, verdict, figure, "" if runs else "not run")
+    figure = f"best in {hits} of {len(leads)} runs [{share.low:.0%}, {share.high:.0%}]" if leads else ""
+    yield Part(
+        5, "Std_F = F has the lowest test loss in most runs", column, verdict, figure, "" if leads else "not run"
+    )
     few, every = "20 %", "all data"
     said = (
         (f"task: CNN or RNN, {few}, batch 25", ("cnn", 0.2, 25), ("rnn", 0.2, 25)),
@@ -320,21 +324,27 @@ def _dependence(summary: Summary, protocol: str) -> Iterator[Part]:
         yield Part(5, f"depends on {row}", column, *_differ(*both))
 
 
-def favourite(runs: Sequence[Run]) -> str:
-    """The configuration with the lowest validation loss, mean over seeds; on test where validation was not kept."""
+def _favourite(runs: Sequence[Run]) -> str | None:
+    """The configuration with the lowest validation loss, mean over seeds; on test where validation was not kept.
+
+    None where no configuration has a loss that is a number in every seed.
+    """
 
     def cost(config: str) -> float:
         losses = [(run.validation_configurations or run.test_configurations)[config].loss for run in runs]
         return math.inf if any(map(math.isnan, losses)) else sum(losses) / len(losses)
 
-    return min(CONFIGURATIONS, key=cost)
+    best = min(CONFIGURATIONS, key=cost)
+    return best if math.isfinite(cost(best)) else None
 
 
 def _differ(first: list[Run], second: list[Run]) -> tuple[Verdict, str, str]:
     """Whether two settings want different configurations."""
     if not (first and second):
         return Verdict.UNDECIDED, "", "not run"
-    own, other = favourite(first), favourite(second)
+    own, other = _favourite(first), _favourite(second)
+    if own is None or other is None:
+        return Verdict.UNDECIDED, "", "no loss is a number"
     figure = f"{own} / {other}"
     if own == other:
         return Verdict.NOT, figure, "the same is chosen"

@@ -83,7 +83,7 @@ def learning(name: str, caption: str, columns: Sequence[Column]) -> Plot:
                 axes.set_xlabel("epoch")
         _log_axis(grid[0], losses)
         grid[1, 0].yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-        grid[0, 0].set_xlim(0.5, max((run.epochs for run in runs), default=1) + 0.5)
+        grid[0, 0].set_xlim(0.5, max([1, *(run.epochs for run in runs)]) + 0.5)
         grid[0, 0].xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
         grid[0, 0].set_ylabel("loss")
         grid[1, 0].set_ylabel("accuracy")

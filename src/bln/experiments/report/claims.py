@@ -40,7 +40,8 @@ RULES = (
     f"An accuracy the paper prints is reproduced when the interval of ours lies within ± {TOLERANCE} of it, and not "
     "reproduced when it lies outside. With fewer than three seeds it can be refuted, not confirmed.",
     f"BN fails when its accuracy lies less than {FAILED:.2f} above chance (0.1 on CIFAR-10, 0.5 on IMDB).",
-    "A run that diverged loses against one that finished. Where there is one, seeds decide: all must agree.",
+    "A run that diverged loses against one that finished. Where there is one, seeds decide: all must agree. Where an "
+    "accuracy stands by itself, such a run counts as chance.",
     "Lower at each epoch: reproduced when the interval lies on the claimed side at every epoch, not reproduced when it "
     "lies on the other side at any.",
     "A group of configurations leads when the lowest test loss in the group lies below the lowest outside it.",
@@ -172,11 +173,11 @@ def _accuracies(summary: Summary, protocol: str) -> Iterator[Part]:
     for batch, accuracies in printed.items():
         setting = Setting("cnn", protocol, 0.2, batch)
         for norm, paper in accuracies.items():
-            values = [TRAIN_ACCURACY.of(run) for run in ended(summary, setting, norm)]
+            values, diverged = _reached(ended(summary, setting, norm), TRAIN_ACCURACY)
             verdict, note = _within(values, paper)
-            shown = _estimate(values)
             row = f"batch {batch}: {NAMES[norm]} reaches {paper:.2f}"
-            yield Part(1, row, TRAIN_ACCURACY.name, verdict, shown.text() if shown.n else "", note)
+            figure = _estimate(values).text() if values else ""
+            yield Part(1, row, TRAIN_ACCURACY.name, verdict, figure, diverged or note)
         order = list(accuracies)
         for first, second in pairwise(order):
             verdict, figure, note = _beats(summary, setting, first, second, TRAIN_ACCURACY)
@@ -187,14 +188,21 @@ def _accuracies(summary: Summary, protocol: str) -> Iterator[Part]:
 def _within(values: Sequence[float], paper: float) -> tuple[Verdict, str]:
     if not values:
         return Verdict.UNDECIDED, "not run"
-    if any(map(math.isnan, values)):
-        every = all(map(math.isnan, values))
-        return (Verdict.NOT if every else Verdict.UNDECIDED), ("every run diverged" if every else "a run diverged")
     low, high = _interval(values, FEW_ACCURACY)
     note = "" if len(values) >= FEW else _few(len(values))
     if paper - TOLERANCE < low and high < paper + TOLERANCE:
         return Verdict.REPRODUCED, note
     return (Verdict.NOT if high < paper - TOLERANCE or low > paper + TOLERANCE else Verdict.UNDECIDED), note
+
+
+def _reached(runs: Sequence[Run], measure: Measure) -> tuple[list[float], str]:
+    """Accuracies by themselves, and how many runs diverged: those classify as chance does."""
+    values = [measure.of(run) for run in runs]
+    diverged = sum(map(math.isnan, values))
+    note = f"{diverged} of {len(values)} diverged" if diverged else ""
+    return [
+        CHANCE[run.setting.task] if math.isnan(value) else value for run, value in zip(runs, values, strict=True)
+    ], note
 
 
 def _convergence(summary: Summary, protocol: str) -> Iterator[Part]:
@@ -242,15 +250,11 @@ def _rivals(summary: Summary, protocol: str) -> Iterator[Part]:
         for measure in MEASURES:
             yield Part(3, row, measure.name, *_beats(summary, setting, first, second, measure))
     for task, chance in CHANCE.items():
-        runs = ended(summary, Setting(task, protocol, 0.2, 1), "bn")
         for measure in (TRAIN_ACCURACY, TEST_ACCURACY):
-            values = [measure.of(run) for run in runs]
-            diverged = sum(map(math.isnan, values))
-            values = [chance if math.isnan(value) else value for value in values]  # it failed
+            values, diverged = _reached(ended(summary, Setting(task, protocol, 0.2, 1), "bn"), measure)
             verdict, note = decide([chance + FAILED - value for value in values], FEW_ACCURACY)
-            note = f"{diverged} of {len(values)} diverged" if diverged else note
             figure = _estimate(values).text() if values else ""
-            yield Part(3, f"{NAMES[task]}, batch 1: BN fails", measure.name, verdict, figure, note)
+            yield Part(3, f"{NAMES[task]}, batch 1: BN fails", measure.name, verdict, figure, diverged or note)
 
 
 def searched(summary: Summary, setting: Setting) -> list[Run]:
@@ -294,13 +298,17 @@ def _dependence(summary: Summary, protocol: str) -> Iterator[Part]:
     """Claim 5."""
     settings = [setting for task in ("cnn", "rnn") for setting in summary.settings(task, protocol)]
     runs = [run for setting in settings for run in searched(summary, setting)]
-    hits = sum(_lead(run, lambda config: config[3] == "F") > 0 for run in runs)
-    share = share_interval(hits, len(runs))
+    leads = [_lead(run, lambda config: config[3] == "F") for run in runs]
+    leads = [lead for lead in leads if not math.isnan(lead)]
+    hits = sum(lead > 0 for lead in leads)
+    share = share_interval(hits, len(leads))
     verdict, column = Verdict.UNDECIDED, "configurations"
-    if runs:
+    if leads:
         verdict = Verdict.REPRODUCED if share.low > 0.5 else Verdict.NOT if share.high < 0.5 else Verdict.UNDECIDED
-    figure = f"best in {hits} of {len(runs)} runs [{share.low:.0%}, {share.high:.0%}]" if runs else ""
-    yield Part(5, "Std_F = F has the lowest test loss in most runs", column, verdict, figure, "" if runs else "not run")
+    figure = f"best in {hits} of {len(leads)} runs [{share.low:.0%}, {share.high:.0%}]" if leads else ""
+    yield Part(
+        5, "Std_F = F has the lowest test loss in most runs", column, verdict, figure, "" if leads else "not run"
+    )
     few, every = "20 %", "all data"
     said = (
         (f"task: CNN or RNN, {few}, batch 25", ("cnn", 0.2, 25), ("rnn", 0.2, 25)),
@@ -316,21 +324,27 @@ def _dependence(summary: Summary, protocol: str) -> Iterator[Part]:
         yield Part(5, f"depends on {row}", column, *_differ(*both))
 
 
-def favourite(runs: Sequence[Run]) -> str:
-    """The configuration with the lowest validation loss, mean over seeds; on test where validation was not kept."""
+def _favourite(runs: Sequence[Run]) -> str | None:
+    """The configuration with the lowest validation loss, mean over seeds; on test where validation was not kept.
+
+    None where no configuration has a loss that is a number in every seed.
+    """
 
     def cost(config: str) -> float:
         losses = [(run.validation_configurations or run.test_configurations)[config].loss for run in runs]
         return math.inf if any(map(math.isnan, losses)) else sum(losses) / len(losses)
 
-    return min(CONFIGURATIONS, key=cost)
+    best = min(CONFIGURATIONS, key=cost)
+    return best if math.isfinite(cost(best)) else None
 
 
 def _differ(first: list[Run], second: list[Run]) -> tuple[Verdict, str, str]:
     """Whether two settings want different configurations."""
     if not (first and second):
         return Verdict.UNDECIDED, "", "not run"
-    own, other = favourite(first), favourite(second)
+    own, other = _favourite(first), _favourite(second)
+    if own is None or other is None:
+        return Verdict.UNDECIDED, "", "no loss is a number"
     figure = f"{own} / {other}"
     if own == other:
         return Verdict.NOT, figure, "the same is chosen"

@@ -16,8 +16,8 @@ from ...formula import weights
 from .claims import searched
 from .compare import MEASURES, difference, ended
 from .statistics import Estimate, mean_interval
-from .style import FAINT, INK, LOOKS, PAIRS, Plot, look, styled
-from .summary import Run, Setting, Summary, authors
+from .style import FAINT, INK, PAIRS, Plot, look, styled
+from .summary import NORMS, Run, Setting, Summary, authors
 
 _CORNERS = {"FF": "o", "FT": "s", "TF": "^", "TT": "D"}
 """Markers of E_F and Std_F."""
@@ -65,29 +65,30 @@ def learning(name: str, caption: str, columns: Sequence[Column]) -> Plot:
     """Loss and accuracy by epoch, one column for each group of runs, on common axes."""
     runs = [run for column in columns for group in column.runs.values() for run in group]
     with styled():
-        figure = Figure(figsize=(3.35 * len(columns) + 0.5, 5.6))
-        grid = figure.subplots(2, len(columns), sharex=True, sharey="row", squeeze=False)
-        losses: list[float] = []
-        for (above, below), column in zip(grid.T, columns, strict=True):
+        alone = len(columns) == 1  # loss and accuracy beside each other
+        figure = Figure(figsize=(7.2, 3.3) if alone else (3.35 * len(columns) + 0.5, 5.6))
+        shape = (1, 2) if alone else (2, len(columns))
+        grid = figure.subplots(*shape, sharex=True, sharey="none" if alone else "row", squeeze=False).reshape(2, -1)
+        losses: list[dict[str, list[float]]] = [{} for _ in columns]
+        for (above, below), column, curves in zip(grid.T, columns, losses, strict=True):
             for norm, group in column.runs.items():
                 for axes, what in ((above, "loss"), (below, "accuracy")):
-                    shown = [
-                        value
-                        for part, dashes in _PARTS
-                        for value in _curve(axes, norm, group, f"{part}_{what}", dashes)
-                    ]
-                    losses += shown if what == "loss" else []
+                    for part, dashes in _PARTS:
+                        drawn = _curve(axes, norm, group, f"{part}_{what}", dashes)
+                        if what == "loss" and drawn:
+                            curves[f"{look(norm).name} {part}"] = drawn
                     _test_marker(axes, norm, group, what)
             above.set_title(column.title)
-            below.set_xlabel("epoch")
+            for axes in (above, below) if alone else (below,):
+                axes.set_xlabel("epoch")
         _log_axis(grid[0], losses)
-        grid[1, 0].yaxis.set_major_locator(MaxNLocator(6))
-        grid[0, 0].set_xlim(0.5, max((run.epochs for run in runs), default=1) + 0.5)
+        grid[1, 0].yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        grid[0, 0].set_xlim(0.5, max([1, *(run.epochs for run in runs)]) + 0.5)
         grid[0, 0].xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
         grid[0, 0].set_ylabel("loss")
         grid[1, 0].set_ylabel("accuracy")
         handles = _handles(list(dict.fromkeys(norm for column in columns for norm in column.runs)), runs)
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 3 * len(columns)))
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.3)
     return Plot(name, caption, _told(columns), figure)
 
 
@@ -160,17 +161,33 @@ def _point(axes: Axes, norm: str, at: tuple[float, float], **how: Any) -> None:
     axes.errorbar(*at, color=style.colour, marker=style.marker, **options)
 
 
-def _log_axis(row: Sequence[Axes], values: Sequence[float]) -> None:
+_OFF_SCALE = 4
+"""A curve that lies this many times above all training losses would flatten the rest: it is named instead."""
+
+
+def _log_axis(row: Sequence[Axes], losses: Sequence[dict[str, list[float]]]) -> None:
     """Ticks at round numbers near enough to be read, not at powers of ten alone."""
-    low, high = (0.85 * min(values), 1.18 * max(values)) if values else (0.1, 1.0)
-    steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5) if high / low < 200 else (1, 3)
-    ticks = [step * 10.0**power for power in range(-6, 5) for step in steps if low <= step * 10.0**power <= high]
-    for axes in row:
+    every = [(name, curve) for curves in losses for name, curve in curves.items()]
+    limit = _OFF_SCALE * max((max(curve) for name, curve in every if name.endswith("train")), default=math.inf)
+    shown = [value for _, curve in every if min(curve) <= limit for value in curve] or [0.1, 1.0]
+    crowded = any(min(curve) > limit for _, curve in every)
+    low, high = 0.85 * min(shown), (1.35 if crowded else 1.18) * max(shown)
+    ratio = high / low
+    near, far = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7), (1, 2, 3, 5)), ((1, 3), (1,))
+    steps: tuple[float, ...] = near[ratio >= 5] if ratio < 40 else far[ratio >= 1e4]
+    ticks = [step * 10.0**power for power in range(-9, 12) for step in steps if low <= step * 10.0**power <= high]
+    for axes, curves in zip(row, losses, strict=True):
         axes.set_yscale("log")
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(FixedLocator(ticks))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        off = [f"{name} {min(c):.3g} to {max(c):.3g}" for name, c in curves.items() if min(c) > limit]
+        if off:
+            axes.annotate(
+                f"\N{UPWARDS ARROW} off the scale: {'; '.join(off)}", (0.985, 0.985), xycoords="axes fraction",
+                ha="right", va="top", fontsize=8, color=FAINT,
+            )  # fmt: skip
 
 
 def _told(columns: Sequence[Column]) -> str:
@@ -209,29 +226,45 @@ def differences(name: str, caption: str, summary: Summary, settings: Sequence[Se
         + (f", {data(setting.fraction)}" if several else "")
         for setting, rival in rows
     ]
-    told = []
     with styled():
         figure = Figure(figsize=(7.6, 1.9 + 0.56 * len(rows)))
         grid = figure.subplots(2, 2, sharey=True)
         for axes, measure in zip(grid.flat, MEASURES, strict=True):
             axes.axvline(0, color=INK, linewidth=1, zorder=1)
-            for at, (setting, rival) in enumerate(rows):
-                estimate = difference(summary, setting, "bln", rival, measure).bootstrap
+            estimates = [difference(summary, setting, "bln", rival, measure).bootstrap for setting, rival in rows]
+            middle = float(np.median([abs(estimate.mean) for estimate in estimates if estimate.n] or [1.0]))
+            for at, ((_, rival), estimate) in enumerate(zip(rows, estimates, strict=True)):
                 if not estimate.n:
                     axes.annotate(" no pair finished", (0, at), va="center", fontsize=8, color=FAINT)
-                    continue
-                filled = look(rival).colour if estimate.has_interval else "none"
-                _point(axes, rival, (estimate.mean, at), xerr=_error(estimate), markersize=6, markerfacecolor=filled)
-                told.append(f"{measure.name}, {labels[at]}: {estimate.text(signed=True)}")
+                elif abs(estimate.mean) > _FAR * middle:
+                    _arrow(axes, rival, estimate.mean, at)
+                else:
+                    filled = look(rival).colour if estimate.has_interval else "none"
+                    where = (estimate.mean, at)
+                    _point(axes, rival, where, xerr=_error(estimate), markersize=6, markerfacecolor=filled)
             axes.set_title(measure.name, loc="left")
             axes.set_yticks(range(len(rows)), labels)
             axes.set_ylim(len(rows) - 0.5, -0.5)
             axes.grid(axis="y", visible=False)
             axes.tick_params(axis="y", length=0)
-            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
             side = "BLN better \N{RIGHTWARDS ARROW}" if measure.better > 0 else "\N{LEFTWARDS ARROW} BLN better"
             axes.set_xlabel(side, color=FAINT)
-    return Plot(name, caption, "Paired differences with intervals. " + "; ".join(told) + ".", figure)
+    alt = f"Paired differences in four panels, one for each measure: {'; '.join(labels)}. The table holds the figures."
+    return Plot(name, caption, alt, figure)
+
+
+_FAR = 15
+"""A difference this many times the middle one would flatten the rest: an arrow points to it."""
+
+
+def _arrow(axes: Axes, norm: str, value: float, at: float) -> None:
+    left = value < 0
+    axes.annotate(
+        f"{value:+.3g}".replace("-", _MINUS), (0.015 if left else 0.985, at), (34 if left else -34, 0),
+        xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="center", ha="left" if left else "right",
+        fontsize=8.5, color=INK, arrowprops={"arrowstyle": "-|>", "color": look(norm).colour, "linewidth": 1.6},
+    )  # fmt: skip
 
 
 def configurations(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot | None:
@@ -244,8 +277,9 @@ def configurations(name: str, caption: str, summary: Summary, settings: Sequence
         figure = Figure(figsize=(3.2 * len(panels) + 0.4, 3.8))
         grid = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, setting in zip(grid, panels, strict=True):
+            ours = [_centred(run) for run in searched(summary, setting)]
             for config, their in theirs[setting][0].test_configurations.items():
-                estimate = mean_interval([run.test_configurations[config].loss for run in searched(summary, setting)])
+                estimate = mean_interval([run[config] for run in ours])
                 if estimate.n and not math.isnan(their.loss):
                     axes.errorbar(
                         their.loss, estimate.mean, _error(estimate), color=PAIRS[config[:2]], linewidth=0.8,
@@ -253,8 +287,8 @@ def configurations(name: str, caption: str, summary: Summary, settings: Sequence
                     )  # fmt: skip
             axes.set(title=f"{data(setting.fraction)}, batch {setting.batch_size}", xlabel="authors' test loss")
             axes.xaxis.set_major_locator(MaxNLocator(4))
-            axes.yaxis.set_major_locator(MaxNLocator(6))
-        grid[0].set_ylabel("our test loss")
+            axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        grid[0].set_ylabel("our test loss, minus the run's mean")
         handles = [Line2D([], [], color=colour, linewidth=5, label=f"{pair}xx") for pair, colour in PAIRS.items()]
         for pair, marker in _CORNERS.items():
             handles.append(Line2D([], [], color=INK, marker=marker, markerfacecolor="none", ls="", label=f"xx{pair}"))
@@ -264,10 +298,17 @@ def configurations(name: str, caption: str, summary: Summary, settings: Sequence
     return Plot(name, caption, alt + "The tables hold the figures.", figure)
 
 
+def _centred(run: Run) -> dict[str, float]:
+    """The test losses without what all configurations of a run share: its weights are good or bad for all of them."""
+    losses = {config: score.loss for config, score in run.test_configurations.items()}
+    known = [loss for loss in losses.values() if not math.isnan(loss)]
+    return {config: loss - sum(known) / len(known) if known else math.nan for config, loss in losses.items()}
+
+
 def batch_sizes(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot:
     """Test accuracy against batch size, one line for each norm."""
-    present = {norm for setting in settings for norm in summary.norms(setting)}
-    norms = [norm for norm in LOOKS if norm in present] + sorted(present - set(LOOKS))
+    present = dict.fromkeys(norm for setting in settings for norm in summary.norms(setting))
+    norms = sorted(present, key=lambda norm: NORMS.index(norm) if norm in NORMS else len(NORMS))
     sizes = sorted({setting.batch_size for setting in settings})
     told = []
     with styled():

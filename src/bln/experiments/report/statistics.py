@@ -40,6 +40,11 @@ class Estimate(NamedTuple):
         low, high = (number(bound, signed=signed, digits=digits) for bound in (self.low, self.high))
         return f"{mean} [{low}, {high}]"
 
+    def plus_minus(self, digits: int = 3) -> str:
+        """The mean and half the interval, which is a t interval: ``0.871 ± 0.005``."""
+        mean = number(self.mean, digits=digits)
+        return f"{mean} ± {number(self.high - self.mean, digits=digits)}" if self.has_interval else mean
+
 
 def number(value: float, *, signed: bool = False, digits: int = 3) -> str:
     """A number with a real minus; ``NaN`` where it is none."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +29,12 @@ class Look(NamedTuple):
 LOOKS = {
     # Okabe and Ito's palette: told apart by colour-blind readers, and markers differ too.
     "bln": Look("BLN", "#0072b2", "#4aa8e0", "o"),
+    "bln-pooled": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
+    "bln-pooled-unscaled": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
     "bn": Look("BN", "#d55e00", "#f08a3c", "s"),
     "ln": Look("LN", "#009e73", "#2bc79a", "^"),
     "gn": Look("GN", "#cc79a7", "#e39bc4", "D"),
     "batchrenorm": Look("Batch Renorm", "#e69f00", "#f2b733", "P"),
-    "bln-pooled": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
-    "bln-pooled-unscaled": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
     "none": Look("no norm", "#6e6e76", "#a0a0a8", "X"),
 }
 INK, FAINT, GRID = "#1f2328", "#636c76", "#d5d9de"
@@ -51,7 +53,8 @@ _STYLE = {
     "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
     "axes.edgecolor": FAINT, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8,
     "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.7,
-    "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white", "axes.unicode_minus": True,
+    "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white",
+    "axes.facecolor": "none", "axes.unicode_minus": True,
     "svg.fonttype": "path",  # the same on every machine, whatever fonts it has
     "figure.constrained_layout.use": True,
 }  # fmt: skip
@@ -73,26 +76,33 @@ class Plot:
 
     def save(self, folder: Path) -> None:
         """Write it as PNG and SVG, on white."""
+        (folder / f"{self.name}.svg").write_text(self._svg, encoding="utf-8")
         with self._style():
             self.figure.savefig(folder / f"{self.name}.png", dpi=200, metadata={"Software": None})
-            self.figure.savefig(folder / f"{self.name}.svg", metadata={"Date": None})
 
     def inline(self) -> str:
         """An ``<svg>`` for a page whose style sheet has :func:`variables`: it follows the page from light to dark."""
-        text = io.StringIO()
-        with self._style():
-            self.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-        svg = text.getvalue()
-        svg = svg[svg.index("<svg") :]
+        svg = self._svg[self._svg.index("<svg") :]
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
         svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
-        svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # ids must be one page's, and nothing refers to these
+        svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # nothing refers to these
+        own = f"f{zlib.crc32(self.name.encode()):x}-"  # several figures share the page, and with it the names
+        svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{own}", svg)
+        svg = svg.replace("fill: #ffffff", "fill: none")
         svg = re.sub("#[0-9a-f]{6}", lambda found: f"var(--c{found[0][1:]})" if found[0] in _DARK else found[0], svg)
         return svg.rstrip()
 
+    @cached_property
+    def _svg(self) -> str:
+        text = io.StringIO()
+        with self._style():
+            self.figure.savefig(text, format="svg", metadata={"Date": None})
+        self.figure.set_layout_engine("none")  # it is laid out now
+        return text.getvalue()
+
     @contextmanager
     def _style(self) -> Iterator[None]:
-        with styled({"svg.hashsalt": self.name}):  # the same file each time, and ids that are this figure's own
+        with styled({"svg.hashsalt": self.name}):  # the same file each time, and the same ids
             yield
 
 

@@ -14,6 +14,7 @@ from ...config import StatisticsConfig
 
 FORMAT = 1
 TASKS = ("cnn", "rnn", "resnet", "digits-cnn", "digits-rnn")
+NORMS = ("bln", "bln-pooled", "bln-pooled-unscaled", "bn", "ln", "gn", "batchrenorm")
 PROTOCOLS = ("paper", "clean")
 STATUSES = ("finished", "diverged", "running")
 CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
@@ -90,9 +91,9 @@ class Summary:
         return [protocol for protocol in PROTOCOLS if protocol in present]
 
     def norms(self, setting: Setting) -> list[str]:
-        """The norms a setting was run with: the paper's three first, then by name."""
+        """The norms a setting was run with, always in the same order."""
         present = {run.norm for run in self.runs if run.setting == setting}
-        return sorted(present, key=lambda norm: (norm not in ("bln", "bn", "ln"), norm != "bln", norm))
+        return [norm for norm in NORMS if norm in present] + sorted(present - set(NORMS))
 
 
 def read(summary: Mapping[str, Any]) -> Summary:

@@ -1,0 +1,114 @@
+"""One line for each norm in each setting: what was run, and how it ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+from .compare import TEST_ACCURACY, TEST_LOSS, TRAIN_ACCURACY
+from .statistics import mean_interval
+from .style import look
+from .summary import TASKS, Run, Setting, Summary, authors
+
+TITLES = {
+    "cnn": "CNN on CIFAR-10",
+    "rnn": "RNN on IMDB",
+    "resnet": "Residual net on CIFAR-10",
+    "digits-cnn": "CNN on handwritten digits",
+    "digits-rnn": "RNN on handwritten digits",
+}
+PAPER = {(0.2, 25): ("bln", "bn", "ln"), (0.2, 1): ("bln", "bn", "ln"), (1.0, 25): ("bln",)}
+"""What the paper ran of each of its two tasks: share of the data, batch size, norms."""
+
+
+class Line(NamedTuple):
+    """Cells of the table, as text."""
+
+    task: str
+    protocol: str
+    data: str
+    batch: str
+    norm: str
+    runs: str
+    train_accuracy: str
+    test_accuracy: str
+    authors: str
+    test_loss: str
+    chosen: str
+    seconds: str
+
+
+HEADINGS = Line(
+    "task", "protocol", "data", "batch", "norm", "runs", "train accuracy", "test accuracy", "authors' test accuracy",
+    "test loss", "chosen", "s / epoch",
+)  # fmt: skip
+
+
+def lines(summary: Summary, *tasks: str) -> Iterator[Line]:
+    """The table, task by task; of all tasks if none is named."""
+    for task in tasks or TASKS:
+        for setting in summary.settings(task):
+            for norm in summary.norms(setting):
+                yield _line(summary.select(setting, norm))
+
+
+def _line(runs: list[Run]) -> Line:
+    setting, norm = runs[0].setting, runs[0].norm
+    finished = [run for run in runs if run.status == "finished"]
+    figures = (mean_interval([measure.of(run) for run in finished]) for measure in (TRAIN_ACCURACY, TEST_ACCURACY))
+    loss = mean_interval([TEST_LOSS.of(run) for run in finished])
+    theirs = authors().select(setting._replace(protocol="paper"), norm)
+    seconds = [second for run in runs for second in run.seconds if second == second]
+    train, test = (figure.plus_minus() if figure.n else "" for figure in figures)
+    return Line(
+        setting.task,
+        setting.protocol,
+        f"{100 * setting.fraction:g} %",
+        str(setting.batch_size),
+        look(norm).name,
+        state(runs),
+        train,
+        test,
+        f"{theirs[0].test.accuracy:.3f}" if theirs and theirs[0].test else "",
+        loss.plus_minus() if loss.n else "",
+        chosen(finished),
+        f"{median(seconds):.3g}" if seconds else "",
+    )
+
+
+def state(runs: list[Run]) -> str:
+    """How many runs are over, and how: ``4 finished, 1 diverged, 1 running (epoch 3)``."""
+    counts = Counter(run.status for run in runs)
+    parts = [f"{counts[status]} {status}" for status in ("finished", "diverged") if counts[status]]
+    running = [str(run.epochs) for run in runs if run.status == "running"]
+    if running:
+        parts.append(f"{len(running)} running (epoch {', '.join(running)})")
+    return ", ".join(parts)
+
+
+def chosen(runs: list[Run]) -> str:
+    """The configurations chosen on validation, the most frequent first: ``TTFF 3, FTFF 2``."""
+    counts = Counter(run.chosen for run in runs if run.chosen).most_common()
+    if len(counts) == 1:
+        return str(counts[0][0])
+    return ", ".join(f"{config} {count}" for config, count in counts)
+
+
+def missing(summary: Summary) -> list[str]:
+    """What the paper ran that this summary lacks, in words."""
+    out = []
+    for task in ("cnn", "rnn"):
+        for protocol in summary.protocols(task) or ["paper"]:
+            for (fraction, batch), norms in PAPER.items():
+                setting = Setting(task, protocol, fraction, batch)
+                states = {norm: {run.status for run in summary.select(setting, norm)} for norm in norms}
+                absent = [look(norm).name for norm, found in states.items() if not found]
+                pending = [look(norm).name for norm, found in states.items() if found == {"running"}]
+                where = f"{TITLES[task]}, {100 * fraction:g} % of the data, batch {batch}, protocol {protocol}"
+                if absent:
+                    out.append(f"{where}: {', '.join(absent)} not run")
+                if pending:
+                    out.append(f"{where}: {', '.join(pending)} still running")
+    return out

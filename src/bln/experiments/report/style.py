@@ -29,8 +29,8 @@ class Look(NamedTuple):
 LOOKS = {
     # Okabe and Ito's palette: told apart by colour-blind readers, and markers differ too.
     "bln": Look("BLN", "#0072b2", "#4aa8e0", "o"),
-    "bln-pooled": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
-    "bln-pooled-unscaled": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
+    "bln-shared": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
+    "bln-shared-no-scale": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
     "bn": Look("BN", "#d55e00", "#f08a3c", "s"),
     "ln": Look("LN", "#009e73", "#2bc79a", "^"),
     "gn": Look("GN", "#cc79a7", "#e39bc4", "D"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from .claims import CLAIMS, Verdict, judge, overall
-from .overview import HEADINGS, lines, missing
+from .overview import HEADINGS, TITLES, lines, missing
 from .summary import Summary
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+_SHOWN = ("batch", "norm", "runs", "train_accuracy", "test_accuracy", "chosen")
+"""What fits into 80 columns; the page has the rest."""
 _STYLES = {"reproduced": "green", "not reproduced": "red", "in part": "yellow", "undecided": "dim"}
 
 
@@ -20,24 +23,28 @@ def table(summary: Summary) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    results = Table(title="Results (mean over seeds ± 95 % interval)", title_justify="left")
     table_lines = list(lines(summary))
-    shown = [at for at in range(len(HEADINGS)) if any(line[at] for line in table_lines)]
-    for at in shown:
-        results.add_column(HEADINGS[at], overflow="fold")
-    for line in table_lines:
-        results.add_row(*(Text(line[at]) for at in shown), style="red" if "diverged" in line.runs else "")
-    parts: list[Table | Text] = [results if table_lines else Text("No runs yet: `bln reproduce cnn` makes some.")]
+    parts: list[Table | Text] = [] if table_lines else [Text("No runs yet: `bln reproduce cnn` makes some.")]
+    for heading, own in groupby(table_lines, key=lambda line: (line.task, line.protocol, line.data)):
+        task, protocol, data = heading
+        results = Table(title=f"{TITLES[task]}, {data} of the data, protocol {protocol}", title_justify="left")
+        for name in _SHOWN:
+            results.add_column(getattr(HEADINGS, name))
+        for line in own:
+            results.add_row(*(Text(getattr(line, name)) for name in _SHOWN), style="red" * ("diverged" in line.runs))
+        parts.append(results)
+    if table_lines:
+        parts.append(Text("Mean over seeds ± 95 % interval. Configurations were chosen on validation.", style="dim"))
     for protocol in summary.protocols("cnn", "rnn"):
         judged = judge(summary, protocol)
         verdicts = Table(title=f"The paper's claims, protocol {protocol}", title_justify="left")
-        for heading in ("", "claim", "verdict", *(verdict.value for verdict in Verdict)):
-            verdicts.add_column(heading)
+        for column in ("", "claim", "verdict", "parts"):
+            verdicts.add_column(column)
         for number, text in CLAIMS.items():
-            own = [part for part in judged if part.claim == number]
-            word = overall(own)
-            counts = [str(sum(part.verdict is verdict for part in own)) for verdict in Verdict]
-            verdicts.add_row(str(number), Text(text), Text(word, style=_STYLES[word]), *counts)
+            of_claim = [part for part in judged if part.claim == number]
+            word = overall(of_claim)
+            counts = [f"{n} {v.value}" for v in Verdict if (n := sum(part.verdict is v for part in of_claim))]
+            verdicts.add_row(str(number), Text(text), Text(word, style=_STYLES[word]), Text(", ".join(counts)))
         parts.append(verdicts)
     if summary.protocols("cnn", "rnn"):
         parts += [Text(f"- {line}", style="dim") for line in missing(summary)]

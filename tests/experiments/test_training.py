@@ -236,7 +236,7 @@ class TestProtocol:
         scores = result["configurations"]["validation"]
         assert len(scores) == 16
         assert result["chosen"] == min(scores, key=scores.get)
-        assert ("test" in result["configurations"]) == (protocol == "paper")
+        assert (result["configurations"]["test"] is None) == (protocol == "clean")
         if protocol == "paper":
             assert result["test"]["loss"] == result["configurations"]["test"][result["chosen"]][0]
 

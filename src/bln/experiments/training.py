@@ -155,7 +155,7 @@ class _Training:
             return result
         found = self.configurations(validation)
         result["chosen"] = min(found, key=lambda config: (found[config][0] is None, found[config]))
-        result["configurations"] = {"validation": found}
+        result["configurations"] = {"validation": found, "test": None}
         if self.settings.protocol == "paper":  # the paper ranks all 16 on the test set
             result["configurations"]["test"] = self.configurations(test.batches(size))
             result["test"] = _score(result["configurations"]["test"][result["chosen"]])

@@ -191,7 +191,12 @@ def _configurations(summary: Summary, task: str, protocol: str, show: Show) -> I
     caption = "Test loss of each configuration, ours against the authors'. Bars: 95 % t interval over seeds."
     yield show(figures.configurations(_slug("configurations", task, protocol), caption, summary, settings))
     for setting in settings:
-        yield _configuration_table(summary, setting, f"Table {_PAPER_TABLE[task]}, {_PART.get(setting[2:], '')}")
+        validated = _validated(summary, setting)
+        if validated and not searched(summary, setting):  # the test set was for the chosen one alone
+            yield tag("h4", f"{data(setting.fraction)}, batch {setting.batch_size}")
+            yield _ranked(validated, opened=False)
+        else:
+            yield _configuration_table(summary, setting, f"Table {_PAPER_TABLE[task]}, {_PART.get(setting[2:], '')}")
 
 
 _NOTES = (
@@ -301,8 +306,14 @@ def _digits(summary: Summary, task: str, show: Show) -> Iterator[Html]:
             yield table(
                 "Test accuracy ± 95 % t interval over seeds.", ["", *(c.title for c in columns)], rows, "results"
             )
-            found = filter(None, (searched(summary, setting) for setting in same))
+            found = filter(None, (_validated(summary, setting) for setting in same))
             yield from (_ranked(runs, opened=at == 0) for at, runs in enumerate(found))
+
+
+def _validated(summary: Summary, setting: Setting) -> list[Run]:
+    """The finished BLN runs whose 16 configurations were compared on validation data."""
+    runs = summary.select(setting, "bln")
+    return [run for run in runs if run.status == "finished" and run.validation_configurations]
 
 
 def _accuracy(runs: Sequence[Run]) -> str:
@@ -320,19 +331,13 @@ def _ranked(runs: Sequence[Run], opened: bool) -> Html:
         return sum(getattr(scores[config], what) for scores in tables) / len(tables) if all(tables) else math.nan
 
     order = sorted(CONFIGURATIONS, key=lambda config: _last(mean("validation", config, "loss")))
+    parts = ["validation", "test"] if all(run.test_configurations for run in runs) else ["validation"]
+    shown = [(part, what) for part in parts for what in ("loss", "accuracy")]
     rows = [
-        [
-            str(at),
-            *map(_switch, config),
-            *(
-                number(mean(part, config, what), digits=4)
-                for part in ("validation", "test")
-                for what in ("loss", "accuracy")
-            ),
-        ]
+        [str(at), *map(_switch, config), *(number(mean(part, config, what), digits=4) for part, what in shown)]
         for at, config in enumerate(order, 1)
     ]
-    head = ["", *_STATISTICS, "validation loss", "validation accuracy", "test loss", "test accuracy"]
+    head = ["", *_STATISTICS, *(f"{part} {what}" for part, what in shown)]
     title = tag("summary", f"The 16 configurations at batch {runs[0].setting.batch_size}")
     text = f"By validation loss, mean over seeds. Chosen: {chosen(list(runs))}."
     return tag("details", title, table(text, head, rows, "configurations"), **({"open": ""} if opened else {}))

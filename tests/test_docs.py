@@ -1,9 +1,11 @@
 """Every Python block of the README and the docs runs, page by page, from top to bottom."""
 
+import json
 import re
 import warnings
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +24,20 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 5
+    namespace: dict[str, object] = {"__name__": "notebook"}
+    for number, cell in enumerate(cells, 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")
+            exec(compile(cell, f"quickstart.ipynb, cell {number}", "exec"), namespace)
 
 
 def test_the_readme_example_is_short():

@@ -8,9 +8,11 @@ torch.Size([25, 16, 8, 8])
 
 from . import functional
 from ._search import SearchResult, search
+from .affine import Affine
 from .config import StatisticsConfig
 from .conversion import convert
 from .formula import Statistics
+from .freezing import FreezeReport, freeze
 from .insertion import insert
 from .layer import BatchLayerNorm
 from .model import calibrate, configure, layers, reset_statistics
@@ -18,13 +20,16 @@ from .model import calibrate, configure, layers, reset_statistics
 __version__ = "0.1.0"
 
 __all__ = [
+    "Affine",
     "BatchLayerNorm",
+    "FreezeReport",
     "SearchResult",
     "Statistics",
     "StatisticsConfig",
     "calibrate",
     "configure",
     "convert",
+    "freeze",
     "functional",
     "insert",
     "layers",

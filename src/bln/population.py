@@ -93,16 +93,7 @@ class Population(nn.Module):
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
         """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
         known = self.position_shape
-        if known is None or positions == known:
-            return ()
-        if len(positions) == len(known) == 1 and positions[0] <= known[0]:
-            return (slice(positions[0]),)
-        raise ValueError(
-            f"the input has positions {positions}, but statistics are kept for positions {known}. Ways out: "
-            "(1) position_shape= the longest sequence there will be, shorter ones then use the first positions; "
-            "(2) per_position=False, which pools batch statistics over positions and takes any; "
-            "(3) pad or crop inputs to one shape"
-        )
+        return () if known is None else first_positions(known, positions)
 
     # ---- learning
 
@@ -226,11 +217,7 @@ class Population(nn.Module):
     # ---- moving and loading
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Population:
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if _narrow(moved) else moved
-
-        super()._apply(keep_precision, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep_precision(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(
@@ -273,6 +260,30 @@ class Population(nn.Module):
         for name in STATISTICS:
             if _narrow(value := getattr(self, name)):  # assigned from a dict in low precision
                 setattr(self, name, value.float())
+
+
+def first_positions(known: tuple[int, ...], positions: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where the input's positions stand among the known ones: everywhere, ``()``, or first, for a shorter sequence."""
+    if positions == known:
+        return ()
+    if len(positions) == len(known) == 1 and positions[0] <= known[0]:
+        return (slice(positions[0]),)
+    raise ValueError(
+        f"the input has positions {positions}, but statistics are kept for positions {known}. Ways out: "
+        "(1) position_shape= the longest sequence there will be, shorter ones then use the first positions; "
+        "(2) per_position=False, which pools batch statistics over positions and takes any; "
+        "(3) pad or crop inputs to one shape"
+    )
+
+
+def keep_precision(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``move``, but where it would narrow a tensor below float32 it changes the device alone."""
+
+    def kept(tensor: Tensor) -> Tensor:
+        moved = move(tensor)
+        return tensor.to(moved.device) if _narrow(moved) else moved
+
+    return kept
 
 
 def _narrow(tensor: Tensor) -> bool:

@@ -557,8 +557,8 @@ class TestAffine:
             d, channel_dim=case.channel_dim, per_position=case.per_position, affine=case.weight is not None,
             bias=case.bias is not None, config="TTTT", dtype=torch.promote_types(dtype, torch.float32), **case.options,
         )  # fmt: skip
-        for parameter in layer.parameters():
-            nn.init.normal_(parameter)
+        for name, parameter in layer.named_parameters():
+            nn.init.constant_(parameter, 0).data.add_(getattr(case, name))
         layer(torch.where(case.x.isfinite(), case.x, 1))  # every position, also those a mask hides
         layer.eval()
         population = remembered(layer)

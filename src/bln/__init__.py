@@ -6,7 +6,7 @@
 torch.Size([25, 16, 8, 8])
 """
 
-from . import functional
+from . import callbacks, functional
 from ._search import SearchResult, search
 from .affine import Affine
 from .config import StatisticsConfig
@@ -16,6 +16,7 @@ from .freezing import FreezeReport, freeze
 from .insertion import insert
 from .layer import BatchLayerNorm
 from .model import calibrate, configure, layers, reset_statistics
+from .pretrained import load_pretrained
 
 __version__ = "0.1.0"
 
@@ -27,12 +28,14 @@ __all__ = [
     "Statistics",
     "StatisticsConfig",
     "calibrate",
+    "callbacks",
     "configure",
     "convert",
     "freeze",
     "functional",
     "insert",
     "layers",
+    "load_pretrained",
     "reset_statistics",
     "search",
 ]

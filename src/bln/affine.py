@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional
-from .population import first_positions, keep_precision
+from .population import keep_precision, window
 
 
 class Affine(nn.Module):
@@ -69,8 +69,8 @@ class Affine(nn.Module):
             )
         if not known:
             return value.reshape(-1, *[1] * (len(shape) - 1 - channel_dim))
-        window = first_positions(tuple(known), tuple(positions))
-        return value[(slice(None), *window) if channel_dim == 1 else window] if window else value
+        first = window(tuple(positions), tuple(known))
+        return value[(slice(None), *first) if channel_dim == 1 else first] if first else value
 
     @property
     def _axis(self) -> int:

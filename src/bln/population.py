@@ -91,9 +91,8 @@ class Population(nn.Module):
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
-        """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
-        known = self.position_shape
-        return () if known is None else first_positions(known, positions)
+        """Which of the known positions an input uses."""
+        return window(positions, self.position_shape)
 
     # ---- learning
 
@@ -262,9 +261,9 @@ class Population(nn.Module):
                 setattr(self, name, value.float())
 
 
-def first_positions(known: tuple[int, ...], positions: tuple[int, ...]) -> tuple[slice, ...]:
-    """Where the input's positions stand among the known ones: everywhere, ``()``, or first, for a shorter sequence."""
-    if positions == known:
+def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:
+    """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
+    if known is None or positions == known:
         return ()
     if len(positions) == len(known) == 1 and positions[0] <= known[0]:
         return (slice(positions[0]),)

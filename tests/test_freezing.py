@@ -11,9 +11,8 @@ from hypothesis import given
 from torch import nn
 
 import bln
-import oracle
 from bln import Affine, BatchLayerNorm, StatisticsConfig
-from cases import cases
+from cases import cases, remembered
 from tolerance import close, output
 
 
@@ -537,16 +536,6 @@ def test_a_frozen_model_is_saved_loaded_copied_and_moved():
     assert again.half()[1].scale.dtype == torch.float32
     assert again(x.half()).dtype == torch.float16
     assert again.double()[1].scale.dtype == torch.float64
-
-
-def remembered(layer):
-    """What the layer remembers, for the oracle."""
-    population = oracle.Population((), layer.num_features)
-    names = {"mean_B": "batch_mean", "var_B": "batch_var", "mean_F": "feature_mean", "var_F": "feature_var"}
-    for name, ours in (*names.items(), ("inverse_m", "inverse_m")):
-        setattr(population, name, getattr(layer.population, ours).double().numpy())
-    population.updates = layer.population.updates[-1].numpy()
-    return population
 
 
 class TestAffine:

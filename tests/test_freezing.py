@@ -1,7 +1,11 @@
 """A model made ready for deployment computes what it did, with fewer operations."""
 
 import copy
+import re
+import runpy
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -594,3 +598,16 @@ def test_freezing_warns_of_nothing_when_something_was_frozen():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bln.freeze(net)
+
+
+def test_the_example_freezes_and_exports(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["freeze_and_export.py", "--folder", str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # ONNX is tested where it is installed
+    runpy.run_path(str(Path(__file__).parents[1] / "examples/freeze_and_export.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "3 folded away, 0 kept" in printed
+    before, frozen = re.findall(r"accuracy ([\d.]+)", printed)
+    assert float(frozen) == pytest.approx(float(before), abs=0.003)  # a sample on the edge may fall either way
+    assert float(before) > 0.9  # a tenth of that is chance
+    program = torch.export.load(tmp_path / "digits.pt2")
+    assert program.module()(torch.zeros(1, 1, 8, 8)).shape == (1, 10)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import bln
@@ -200,6 +201,41 @@ class Block(nn.Module):
         return self.relu(self.norm2(self.conv2(h)) + x)
 
 
+@given(st.data())
+def test_any_chain_of_layers_computes_what_it_did(data):
+    """Convolutions, nonlinearities, dropout and BLN in any order, then a flatten and linear layers."""
+    pick = lambda *choices: data.draw(st.sampled_from(choices))  # noqa: E731
+    features, parts = 4, []
+    for _ in range(data.draw(st.integers(1, 5))):
+        kind = pick("conv", "transposed", "norm", "norm", "tanh", "dropout")
+        groups = pick(1, 2)
+        if kind == "conv":
+            padding = {"padding": 1, "padding_mode": pick("zeros", "circular")} if pick(True, False) else {}
+            parts.append(nn.Conv1d(features, 6 if groups == 1 else 4, pick(1, 3), groups=groups, **padding))
+        elif kind == "transposed":
+            parts.append(nn.ConvTranspose1d(features, 6, pick(1, 2), groups=groups, bias=pick(True, False)))
+        elif kind == "norm":
+            config = pick("TTTT", "TTTT", "TTTT", "TTFF")
+            parts.append(
+                BatchLayerNorm(features, per_position=pick(True, False), config=config, bias=pick(True, False))
+            )
+        else:
+            parts.append(nn.Tanh() if kind == "tanh" else nn.Dropout())
+        features = getattr(parts[-1], "out_channels", features)
+    parts += [nn.Flatten(), nn.LazyLinear(3), *([BatchLayerNorm(3, config="TTTT")] if pick(True, False) else [])]
+    net = nn.Sequential(*parts, nn.Linear(3, 2))
+    net(torch.randn(2, 4, 12))
+    configs = {name: layer.config for name, layer in bln.layers(net).items()}
+    if not configs:
+        return
+    trained(net, 5, 4, 12)
+    bln.configure(net, configs)
+    fixed = sum(str(config) == "TTTT" for config in configs.values())
+    if fixed:
+        _, report = frozen(net, 5, 4, 12, example=pick(True, False))
+        assert len(report.folded) + len(report.kept) == fixed
+
+
 class TestWhatIsNotFolded:
     def reasons(self, net, *shape, **options):
         _, report = frozen(trained(net, *shape), *shape, **options)
@@ -269,6 +305,23 @@ class TestWhatIsNotFolded:
         with pytest.warns(UserWarning, match="it has hooks"):
             bln.freeze(net)
         assert isinstance(net[1], BatchLayerNorm)
+
+    def test_hooks_on_a_container_between(self):
+        """They see what passes from one part to the other, so that must stay."""
+        net = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(BatchLayerNorm(4), nn.Tanh()))
+        seen = []
+        net[0].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+        net.register_forward_hook(lambda *_: None)  # around both: sees nothing of it
+        net = trained(net, 6, 4)
+        x = torch.randn(3, 4).double()
+        net(x)
+        (expected,) = seen[-1:]
+        seen.clear()
+        _, report = bln.freeze(net, report=True)
+        assert "has hooks, which see what passes between" in report.kept["1.0"]
+        assert not seen, "tracing called the hook"
+        net(x)
+        assert torch.equal(seen[-1], expected)
 
     @pytest.mark.parametrize("wrap", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm])
     def test_parametrizations(self, wrap):
@@ -518,6 +571,25 @@ class TestReport:
         _, report = bln.freeze(net, (x, y) if how == "tuple" else {"x": x, "y": y}, report=True)
         assert report.folded == {"norm": "into linear"}
         torch.testing.assert_close(net(x, y), expected)
+
+
+def test_an_error_on_the_way_changes_nothing(monkeypatch):
+    net = trained(
+        nn.Sequential(nn.Linear(4, 4), BatchLayerNorm(4), nn.Tanh(), nn.Linear(4, 4), BatchLayerNorm(4)), 6, 4
+    )
+    x = torch.randn(3, 4).double()
+    expected = net(x)
+    made = bln.freezing._FixedMap.__init__
+
+    def fail(self, layer):
+        if layer is net[4]:
+            raise RuntimeError("out of memory")
+        made(self, layer)
+
+    monkeypatch.setattr(bln.freezing._FixedMap, "__init__", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bln.freeze(net)
+    assert torch.equal(net(x), expected)
 
 
 def test_the_model_is_put_into_eval_and_no_layer_learns_again():

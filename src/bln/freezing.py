@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class FreezeReport:
         ]
         width = max((len(name) for group in groups.values() for name in group), default=0)
         for what, group in groups.items():
-            lines += [f"  {what:6}  {name:{width}}  {why}" for name, why in group.items()]
+            lines += [f"  {what:6}  {name or 'the model':{width}}  {why}" for name, why in group.items()]
         if self.difference is not None:
             lines.append(f"  outputs of the example moved by {self.difference:.1g} of their largest value")
         return "\n".join(lines)
@@ -74,7 +74,8 @@ def freeze(
     that pads with zeros. Neighbours are found by ``torch.fx``.
 
     The model is changed in place, and is one for inference from then on: ``train()`` brings back dropout, but no
-    mini-batch statistics. Save the state dict before freezing, and freeze after loading.
+    mini-batch statistics. Save the state dict before freezing, and freeze after loading. Call it as a whole: a part
+    that is called by itself may no longer give what it did.
 
     Args:
         model: A trained model with BLN layers. If it is itself one, use what is returned.
@@ -102,6 +103,7 @@ def freeze(
     calls, before = (None, None) if example is None else _watch(model, example)
     done = FreezeReport()
     replacements: dict[nn.Module, nn.Module] = {}
+    folds: list[tuple[_Neighbour, _FixedMap]] = []
     with torch.inference_mode(False), torch.no_grad():
         places = _Places(model, calls)
         for name, layer in found.items():
@@ -109,11 +111,14 @@ def freeze(
                 done.left[name] = why
                 continue
             fixed = _FixedMap(layer)
-            into, why = places.fold(layer, fixed)
-            if into is None:
-                replacements[layer], done.kept[name] = fixed.affine(), why
+            neighbour = places.find(layer, fixed)
+            if isinstance(neighbour, str):
+                replacements[layer], done.kept[name] = fixed.affine(), neighbour
             else:
-                replacements[layer], done.folded[name] = nn.Identity(), f"into {into}"
+                replacements[layer], done.folded[name] = nn.Identity(), f"into {places.names[neighbour.module]}"
+                folds.append((neighbour, fixed))
+        for neighbour, fixed in folds:  # nothing is changed before everything is decided
+            _take_in(neighbour, fixed)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replacements:
@@ -192,8 +197,16 @@ class _FixedMap:
 
 # ---- who takes it in
 
-_Neighbour = tuple[str, nn.Module, bool]
-"""``before`` or ``behind``, the module, and whether a flatten lies between."""
+
+@dataclass(frozen=True)
+class _Neighbour:
+    side: str
+    """``before`` or ``behind``."""
+    module: nn.Module
+    between: tuple[nn.Module, ...]
+    """Modules on the way that do nothing in eval."""
+    flattened: bool
+    """Whether a flatten lies between."""
 
 
 class _Places:
@@ -206,39 +219,39 @@ class _Places:
         self.owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
         self.traces, self.untraced = _trace(model, calls)
 
-    def fold(self, layer: BatchLayerNorm, fixed: _FixedMap) -> tuple[str | None, str]:
-        """Have a neighbour take in the map: its name, or why none can."""
-        ways = next((ways for ways in self.traces if any(_nodes(way, layer) for way in ways)), None)
+    def find(self, layer: BatchLayerNorm, fixed: _FixedMap) -> _Neighbour | str:
+        """Who can take in the map, or why none can."""
+        ways = next((ways for ways in self.traces if any(layer in way.nodes for way in ways)), None)
         if ways is None:
-            return None, self.untraced or "torch.fx does not see where it is called"
+            return self.untraced or "torch.fx does not see where it is called"
         if self._called_again(layer, ways):
-            return None, "it is used more than once"
-        nodes = [_nodes(way, layer)[0] for way in ways]
+            return "it is used more than once"
+        nodes = [way.nodes[layer][0] for way in ways]
         if any(len(node.args) != 1 or node.kwargs for node in nodes):
-            return None, "it is called with a mask"
+            return "it is called with a mask"
         reasons = []
         for side in ("before", "behind"):
             found = {self._neighbour(node, side) for node in nodes}
             neighbour = found.pop()
             if found:
-                reasons.append(f"what stands {side} it depends on optional arguments")
-            elif isinstance(neighbour, str):
-                reasons.append(neighbour)
-            elif why := self._refusal(neighbour, ways) or self._misfit(neighbour, fixed, layer):
-                reasons.append(why)
-            else:
-                _take_in(neighbour, fixed)
-                return self.names[neighbour[1]], ""
-        return None, "; ".join(reasons)
+                neighbour = f"what stands {side} it depends on optional arguments"
+            elif not isinstance(neighbour, str):
+                why = self._refusal(neighbour, ways, layer) or self._misfit(neighbour, fixed, layer)
+                neighbour = why or neighbour
+            if not isinstance(neighbour, str):
+                return neighbour
+            reasons.append(neighbour)
+        return "; ".join(reasons)
 
-    def _called_again(self, module: nn.Module, ways: list[fx.GraphModule]) -> bool:
+    def _called_again(self, module: nn.Module, ways: list[_Way]) -> bool:
         """Or in some way of calling the model not at all."""
         seen = 1 if self.calls is None else len(self.calls.get(module, ()))
-        return self.uses[module] > 1 or seen != 1 or any(len(_nodes(way, module)) != 1 for way in ways)
+        return self.uses[module] > 1 or seen != 1 or any(len(way.nodes.get(module, ())) != 1 for way in ways)
 
     def _neighbour(self, node: fx.Node, side: str) -> _Neighbour | str:
         """The module on one side, past what does nothing in eval; a sentence if there is none to fold into."""
         flattened, start = False, node
+        between: list[nn.Module] = []
         while True:
             if side == "before":
                 source = node.args[0]
@@ -264,12 +277,14 @@ class _Places:
             elif type(module) not in _NOTHING_IN_EVAL or _hooked(module):
                 if side == "behind" and _changes_in_place(start, node):
                     return f"something is changed in place before {node.name} behind it"
-                return side, module, flattened
+                return _Neighbour(side, module, tuple(between), flattened)
+            if module is not None:
+                between.append(module)
 
-    def _refusal(self, neighbour: _Neighbour, ways: list[fx.GraphModule]) -> str | None:
+    def _refusal(self, neighbour: _Neighbour, ways: list[_Way], layer: BatchLayerNorm) -> str | None:
         """Why a module may not be changed, whatever the map."""
-        side, module, flattened = neighbour
-        name = f"{self.names[module]} {side} it"
+        module, flattened = neighbour.module, neighbour.flattened
+        name = f"{self.names[module]} {neighbour.side} it"
         allowed = (nn.Linear,) if flattened else (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
         if nn.utils.parametrize.is_parametrized(module):
             return f"{name} is parametrized"
@@ -279,22 +294,29 @@ class _Places:
             return f"{name} is used more than once"
         if _hooked(module):
             return f"{name} has hooks"
+        if len({self._hooked_around(part) for part in (layer, *neighbour.between, module)}) > 1:
+            return f"a module around it or {name} has hooks, which see what passes between"
         parameters = [p for p in module._parameters.values() if p is not None]
         if type(module._parameters.get("weight")) is not nn.Parameter or any(
             self.owners[id(p)] > 1 for p in parameters
         ):
             return f"{name} shares its weights, or they are not its own"
-        if any(_reads(node, module) for way in ways for node in way.graph.nodes):
+        if any(module in way.read for way in ways):
             return f"the weights of {name} are read elsewhere"
         if any(not p.is_floating_point() or p.dtype.itemsize < 4 for p in parameters):
             return f"{name} has less than float32 precision; freeze first, then move the model to a lower one"
         return None
 
+    def _hooked_around(self, module: nn.Module) -> tuple[str, ...]:
+        """The modules with hooks that this one lies in."""
+        name = self.names[module]
+        return tuple(n for m, n in self.names.items() if _hooked(m) and name.startswith(f"{n}.") and n)
+
     def _misfit(self, neighbour: _Neighbour, fixed: _FixedMap, layer: BatchLayerNorm) -> str | None:
         """Why this map does not go into that module exactly."""
-        side, module, flattened = neighbour
+        side, module = neighbour.side, neighbour.module
         name = f"{self.names[module]} {side} it"
-        if flattened:
+        if neighbour.flattened:
             known = fixed.flattened(module.in_features)  # type: ignore[arg-type]
             return f"its positions do not fill the inputs of {name}" if known is None else None
         if fixed.uniform is None:
@@ -319,16 +341,6 @@ class _Places:
 def _module(node: fx.Node) -> nn.Module | None:
     root = node.graph.owning_module
     return root.get_submodule(str(node.target)) if node.op == "call_module" and root is not None else None
-
-
-def _nodes(way: fx.GraphModule, module: nn.Module) -> list[fx.Node]:
-    return [node for node in way.graph.nodes if _module(node) is module]
-
-
-def _reads(node: fx.Node, module: nn.Module) -> bool:
-    root = node.graph.owning_module
-    owner = str(node.target).rpartition(".")[0]
-    return node.op == "get_attr" and root is not None and root.get_submodule(owner) is module
 
 
 def _changes_in_place(start: fx.Node, end: fx.Node) -> bool:
@@ -376,12 +388,12 @@ def _constant_stays_constant(module: nn.Module) -> bool:
 
 def _take_in(neighbour: _Neighbour, fixed: _FixedMap) -> None:
     """Change a module's parameters, in float64; they are new objects, so that older references keep the old values."""
-    side, module, flattened = neighbour
+    module = neighbour.module
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     assert weight is not None
     groups = getattr(module, "groups", 1)
     transposed = isinstance(module, _TRANSPOSED)
-    scale, shift = fixed.flattened(module.in_features) if flattened else fixed.uniform  # type: ignore
+    scale, shift = fixed.flattened(module.in_features) if neighbour.flattened else fixed.uniform  # type: ignore
     scale, shift = scale.to(weight.device), shift.to(weight.device)
 
     # (groups, inputs, outputs, *kernel) of a transposed convolution, else (groups, outputs, inputs, *kernel)
@@ -389,7 +401,7 @@ def _take_in(neighbour: _Neighbour, fixed: _FixedMap) -> None:
     taps = taps.transpose(1, 2) if transposed else taps
     kernel = [1] * (taps.dim() - 3)
     new_bias = torch.zeros(taps.shape[0] * taps.shape[1]).to(taps) if bias is None else bias.double()
-    if side == "before":
+    if neighbour.side == "before":
         taps = taps * scale.reshape(groups, -1, 1, *kernel)
         new_bias = scale * new_bias + shift
     else:
@@ -404,6 +416,21 @@ def _take_in(neighbour: _Neighbour, fixed: _FixedMap) -> None:
 
 
 # ---- what is called, and how
+
+
+class _Way:
+    """A graph of the model, or of a part of it, for one way of calling it."""
+
+    def __init__(self, module: nn.Module, constants: dict[str, Any]) -> None:
+        self.traced = fx.GraphModule(module, Tracer().trace(module, constants or None))
+        self.nodes: dict[nn.Module, list[fx.Node]] = {}
+        self.read: set[nn.Module] = set()
+        """Modules whose parameters or buffers are used without calling them."""
+        for node in self.traced.graph.nodes:
+            if (called := _module(node)) is not None:
+                self.nodes.setdefault(called, []).append(node)
+            elif node.op == "get_attr":
+                self.read.add(self.traced.get_submodule(str(node.target).rpartition(".")[0]))
 
 
 @dataclass(frozen=True)
@@ -427,15 +454,20 @@ def _watch(model: nn.Module, example: Any) -> tuple[dict[nn.Module, list[_Argume
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rank = next((value.dim() for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        signature = inspect.signature(module.forward)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        constants = {
-            key: value
-            for key, value in bound.arguments.items()
-            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-            and signature.parameters[key].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        }
+        try:
+            signature = inspect.signature(module.forward)
+            bound = signature.bind(*args, **kwargs)
+        except (TypeError, ValueError):  # no signature, as of a scripted module: then it cannot be traced either
+            constants: dict[str, Any] = {}
+        else:
+            bound.apply_defaults()
+            constants = {
+                key: value
+                for key, value in bound.arguments.items()
+                if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+                and signature.parameters[key].kind
+                not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            }
         calls.setdefault(module, []).append(_Arguments(rank, constants))
 
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()]
@@ -451,9 +483,7 @@ def _watch(model: nn.Module, example: Any) -> tuple[dict[nn.Module, list[_Argume
             handle.remove()
 
 
-def _trace(
-    module: nn.Module, calls: dict[nn.Module, list[_Arguments]] | None
-) -> tuple[list[list[fx.GraphModule]], str | None]:
+def _trace(module: nn.Module, calls: dict[nn.Module, list[_Arguments]] | None) -> tuple[list[list[_Way]], str | None]:
     """Graphs of the model, each with every way it may be called; of its parts, where it cannot be traced as a whole.
 
     That a part is called as a whole, and its modules by nobody else, only an example shows. So without one there are
@@ -472,7 +502,7 @@ def _trace(
         try:
             with _untouched(module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return [[fx.GraphModule(module, Tracer().trace(module, way or None)) for way in ways]], None
+                return [[_Way(module, constants) for constants in ways]], None
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             hint = "" if calls is not None else "; pass example= to look at its parts"
@@ -486,8 +516,10 @@ def _trace(
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Put attributes back: a forward that keeps something would keep the tracer's stand-ins for tensors."""
+    """No hooks, and attributes put back: whatever keeps a tensor would keep the tracer's stand-in for it."""
     before = [(part, dict(vars(part))) for part in module.modules()]
+    for part, _ in before:
+        vars(part).update({hooks: OrderedDict() for hooks in _HOOKS})
     try:
         yield
     finally:

@@ -1,6 +1,9 @@
 """Exported to ONNX and run by onnxruntime, the layer computes what it does in torch, at any batch size."""
 
 import io
+import runpy
+import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -142,3 +145,14 @@ def test_a_map_that_was_kept_is_a_product_and_a_sum(masked):
         x, mask = torch.randn(n, 6, 4), masks(n, 6)
         y = run(x, mask) if masked else run(x)
         torch.testing.assert_close(torch.from_numpy(y[0]), affine(x, mask if masked else None), atol=1e-6, rtol=1e-5)
+
+
+def test_the_example_writes_a_file_that_takes_any_batch_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["freeze_and_export.py", "--folder", str(tmp_path)])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/freeze_and_export.py"), run_name="__main__")
+    session = onnxruntime.InferenceSession(tmp_path / "digits.onnx", providers=["CPUExecutionProvider"])
+    program = torch.export.load(tmp_path / "digits.pt2").module()
+    for n in (1, 9):
+        x = torch.randn(n, 1, 8, 8)
+        (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(y), program(x).detach(), atol=1e-5, rtol=1e-5)

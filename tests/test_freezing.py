@@ -274,6 +274,48 @@ class TestWhatIsNotFolded:
         assert self.reasons(net, 6, 4).kept == {"1": "it is used more than once"}
         assert net[1] is net[4]
 
+    def test_a_layer_that_is_also_used_inside_a_module_of_torchs_own(self):
+        """``torch.fx`` does not look into it."""
+
+        class Hidden(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.encoder = nn.TransformerEncoderLayer(4, 1, 4, batch_first=True)
+                self.linear, self.norm = self.encoder.linear1, BatchLayerNorm(4, channel_dim=-1, per_position=False)
+
+            def forward(self, x):
+                return self.encoder(torch.tanh(self.norm(self.linear(x))))
+
+        assert "linear1 before it is used more than once" in self.reasons(Hidden(), 6, 3, 4).kept["norm"]
+
+    @pytest.mark.parametrize("form", ["module", "function", "method"])
+    def test_a_flatten_of_something_else(self, form):
+        """Four features of four positions, flattened to four: the sizes would fit."""
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.head, self.flatten = BatchLayerNorm(4), nn.Linear(4, 3), nn.Flatten(2)
+
+            def forward(self, x):
+                h = self.norm(torch.tanh(x))
+                if form == "module":
+                    h = self.flatten(h)
+                else:
+                    h = torch.flatten(h, 2) if form == "function" else h.flatten(2, -1)
+                return self.head(h)
+
+        assert "flatten behind it is no linear layer" in self.reasons(Net(), 6, 4, 2, 2).kept["norm"]
+
+    def test_inputs_without_samples(self):
+        """What a convolution takes for features, the layer takes for samples: the shapes would fit."""
+        net = trained(nn.Sequential(nn.Conv1d(4, 6, 1), bare(6)), 5, 4, 6)
+        x = torch.randn(4, 6).double()
+        expected = net(x)
+        _, report = bln.freeze(net, x, report=True)
+        assert "features stand elsewhere" in report.kept["1"]
+        torch.testing.assert_close(net(x), expected)
+
     def test_shared_weights(self):
         net = nn.Sequential(nn.Linear(4, 4), BatchLayerNorm(4), nn.Tanh(), nn.Linear(4, 4))
         net[3].weight = net[0].weight
@@ -357,18 +399,26 @@ class TestWhatIsNotFolded:
         net = nn.Sequential(nn.Linear(5, 5), bare(5), nn.Tanh())
         assert self.reasons(net, 6, 5, example=True).folded == {"1": "into 0"}
 
-    def test_what_is_changed_in_place_once_the_layer_is_gone(self):
+    @pytest.mark.parametrize("how", ["operator", "method", "function", "keyword", "module"])
+    def test_what_is_changed_in_place_once_the_layer_is_gone(self, how):
         """The layer made a copy; folded into what stands behind it, it would hand on the memory itself."""
 
         class InPlace(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.norm, self.linear = BatchLayerNorm(4), nn.Linear(4, 4)
+                self.norm, self.linear, self.relu = BatchLayerNorm(4), nn.Linear(4, 4), nn.ReLU(inplace=True)
 
             def forward(self, x):
                 h = torch.tanh(x)
                 y = self.norm(h)
-                h += 1
+                if how == "operator":
+                    h += 1
+                elif how == "method":
+                    h.relu_()
+                elif how == "function":
+                    torch.relu_(h)
+                else:
+                    h = F.relu(h, inplace=True) if how == "keyword" else self.relu(h)
                 return self.linear(y) + h
 
         assert "changed in place" in self.reasons(InPlace(), 6, 4).kept["norm"]
@@ -451,6 +501,14 @@ class TestModelsThatCannotBeTraced:
         """What comes out of each of its modules is used: nothing may move from one to the other."""
         _, report = frozen(trained(Branching(iterated=True), 6, 4), 6, 4, example=True)
         assert "features.1" in report.kept
+
+    def test_a_layer_of_a_part_that_is_called_from_outside_too(self):
+        class Outside(Branching):
+            def forward(self, x):
+                return super().forward(x) + self.features[0](x)
+
+        _, report = frozen(trained(Outside(), 6, 4), 6, 4, example=True)
+        assert "features.0 before it is used more than once" in report.kept["features.1"]
 
     def test_a_part_that_is_called_twice(self):
         class Twice(nn.Module):

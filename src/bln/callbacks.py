@@ -16,8 +16,6 @@ from torch import nn
 
 from .model import required_layers
 
-__all__ = ["LightningReset", "TrainerReset", "reset_each_epoch"]  # noqa: F822 - two are made by __getattr__
-
 T = TypeVar("T")
 
 

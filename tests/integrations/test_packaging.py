@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(__file__).with_name("typed_example.py")
@@ -27,21 +28,34 @@ def run(*command, cwd, check=True):
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory):
+def shared(tmp_path_factory):
+    """A folder for all test processes, so that torch is installed once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "packaging"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def built(shared):
     """The wheel, made from the sdist as an installer would, and the sdist."""
-    folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    folder = shared / "dist"
+    with FileLock(shared / "dist.lock"):
+        if not folder.exists():
+            run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=shared)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
 
 
 @pytest.fixture(scope="session")
-def python(built, tmp_path_factory):
+def python(built, shared):
     """The interpreter of an environment with the wheel, torch, and nothing that torch does not need."""
-    folder = tmp_path_factory.mktemp("clean")
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv/bin/python"
-    run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", built[0], cwd=folder)
+    python = shared / "venv/bin/python"
+    with FileLock(shared / "venv.lock"):
+        if not python.exists():
+            venv.create(shared / "venv", with_pip=True)
+            constraints = ROOT / "constraints.txt"
+            run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, built[0], cwd=shared)
     return python
 
 

@@ -103,8 +103,10 @@ def test_saved_and_loaded_again_outputs_are_equal(client, tmp_path):
         assert torch.equal(again.state_dict()[name], value), name
 
     again.save_pretrained(tmp_path / "again")
-    third = bln.load_pretrained(type(model), tmp_path / "again", dtype=torch.float64)
-    assert next(third.parameters()).dtype == torch.float64
+    half = bln.load_pretrained(type(model), tmp_path / "again", dtype=torch.float16)
+    assert next(half.parameters()).dtype == torch.float16
+    for name, layer in bln.layers(half).items():
+        assert torch.equal(layer.population.batch_var, bln.layers(model)[name].population.batch_var), name
 
     by_hand = bln.convert(type(model)(type(model).config_class.from_pretrained(tmp_path)))
     by_hand.load_state_dict(load_file(tmp_path / "model.safetensors"))

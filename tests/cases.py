@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+import oracle
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,3 +98,13 @@ def _lay(x: torch.Tensor, layout: str, channel_dim: int) -> torch.Tensor:
     if layout == "flipped":
         return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
     return x
+
+
+def remembered(layer):
+    """What the layer remembers, for the oracle."""
+    population = oracle.Population((), layer.num_features)
+    names = {"mean_B": "batch_mean", "var_B": "batch_var", "mean_F": "feature_mean", "var_F": "feature_var"}
+    for name, ours in (*names.items(), ("inverse_m", "inverse_m")):
+        setattr(population, name, getattr(layer.population, ours).double().numpy())
+    population.updates = layer.population.updates[-1].numpy()
+    return population

@@ -34,7 +34,8 @@ def output(x, y, var_B, var_F, inverse_m, gamma, beta, dtype, **options):
     """A bound for each value of ``y``, an array ``(N, *positions, d)``."""
     w_B, r_B, w_F, r_F, size = _parts(x, var_B, var_F, inverse_m, y.shape[-1], **options)
     moved = np.abs(gamma) * (w_B * (1 + 2 * size * r_B) + w_F * (1 + 2 * size * r_F)) + np.abs(beta)
-    return ROUNDINGS * epsilon(dtype) * moved + torch.finfo(dtype).eps * np.abs(y)
+    least = torch.finfo(dtype).smallest_normal  # below it values are spaced as at it
+    return ROUNDINGS * epsilon(dtype) * moved + torch.finfo(dtype).eps * np.maximum(np.abs(y), least)
 
 
 def gradient(x, dx, dy, var_B, var_F, inverse_m, gamma, dtype, **options):

@@ -50,11 +50,16 @@ def transform(
 ) -> Any:
     """Normalize ``x`` with the statistics ``s``, mix, scale and shift: eqs 14-17 in training, 22-25 at inference."""
     x_B = (x - s.batch_mean) / (s.batch_var + eps) ** 0.5  # eqs 14, 22
-    x_F = (x - s.feature_mean[..., None]) / (s.feature_var[..., None] + eps) ** 0.5  # eqs 15, 23
-    w_B, w_F = weights(s.inverse_m[..., None], mix_eps, x.shape[-1], dim_scale)
+    x_F = (x - _each(s.feature_mean)) / (_each(s.feature_var) + eps) ** 0.5  # eqs 15, 23
+    w_B, w_F = weights(_each(s.inverse_m), mix_eps, x.shape[-1], dim_scale)
     z = w_B * x_B + w_F * x_F  # eqs 16, 24
     y = z if gamma is None else gamma * z  # eqs 17, 25
     return y if beta is None else y + beta
+
+
+def _each(value: Any) -> Any:
+    """The same for each feature. One value for everything needs no axis; AOTInductor cannot give it one."""
+    return value[..., None] if len(value.shape) else value
 
 
 def choose(

@@ -71,7 +71,7 @@ def insert(
     """
     after = after if isinstance(after, tuple) else (after,)
     try:
-        graph = _Tracer().trace(model)
+        graph = Tracer().trace(model)
     except Exception as error:
         raise ValueError(
             f"torch.fx cannot trace {type(model).__name__} ({error}); place bln.BatchLayerNorm by hand, behind each "
@@ -109,8 +109,11 @@ def insert(
     return traced
 
 
-class _Tracer(fx.Tracer):
+class Tracer(fx.Tracer):
+    """Takes a BLN layer for one operation, as it does torch's own."""
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether to look no further into ``m``."""
         return isinstance(m, BatchLayerNorm) or super().is_leaf_module(m, module_qualified_name)
 
 

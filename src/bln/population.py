@@ -92,18 +92,8 @@ class Population(nn.Module):
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
-        """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
-        known = self.position_shape
-        if known is None or positions == known:
-            return ()
-        if len(positions) == len(known) == 1 and positions[0] <= known[0]:
-            return (slice(positions[0]),)
-        raise ValueError(
-            f"the input has positions {positions}, but statistics are kept for positions {known}. Ways out: "
-            "(1) position_shape= the longest sequence there will be, shorter ones then use the first positions; "
-            "(2) per_position=False, which pools batch statistics over positions and takes any; "
-            "(3) pad or crop inputs to one shape"
-        )
+        """Which of the known positions an input uses."""
+        return window(positions, self.position_shape)
 
     # ---- learning
 
@@ -242,11 +232,7 @@ class Population(nn.Module):
     # ---- moving and loading
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Population:
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if _narrow(moved) else moved
-
-        super()._apply(keep_precision, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep_precision(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(
@@ -289,6 +275,30 @@ class Population(nn.Module):
         for name in STATISTICS:
             if _narrow(value := getattr(self, name)):  # assigned from a dict in low precision
                 setattr(self, name, value.float())
+
+
+def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:
+    """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
+    if known is None or positions == known:
+        return ()
+    if len(positions) == len(known) == 1 and positions[0] <= known[0]:
+        return (slice(positions[0]),)
+    raise ValueError(
+        f"the input has positions {positions}, but statistics are kept for positions {known}. Ways out: "
+        "(1) position_shape= the longest sequence there will be, shorter ones then use the first positions; "
+        "(2) per_position=False, which pools batch statistics over positions and takes any; "
+        "(3) pad or crop inputs to one shape"
+    )
+
+
+def keep_precision(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``move``, but where it would narrow a tensor below float32 it changes the device alone."""
+
+    def kept(tensor: Tensor) -> Tensor:
+        moved = move(tensor)
+        return tensor.to(moved.device) if _narrow(moved) else moved
+
+    return kept
 
 
 def _narrow(tensor: Tensor) -> bool:

@@ -97,17 +97,18 @@ def measure(xp: Any, rows: Any, mask: Any, per_position: bool, total: Total = _o
             m, entries = total(xp.sum(present)), total(xp.sum(real))
 
     over = 0 if per_position else tuple(range(len(shape) - 1))
-    divisor = xp.maximum(entries, 1.0)[..., None]
+    divisor = _at_least(xp, entries, 1)[..., None]
     batch_mean = total(xp.sum(rows, axis=over)) / divisor
     centred = rows - batch_mean
     if mask is not None:
         centred = xp.where(mask[..., None], centred, 0.0)
     batch_var = total(xp.sum(centred * centred, axis=over)) / divisor
 
-    feature_mean = xp.mean(rows, axis=-1)
+    d = rows.shape[-1]  # Keras's mean is one of float32
+    feature_mean = xp.sum(rows, axis=-1) / d
     centred = rows - feature_mean[..., None]
-    feature_var = xp.mean(centred * centred, axis=-1)
-    return MiniBatch(Statistics(batch_mean, batch_var, feature_mean, feature_var, 1 / xp.maximum(m, 1.0)), m, entries)
+    feature_var = xp.sum(centred * centred, axis=-1) / d
+    return MiniBatch(Statistics(batch_mean, batch_var, feature_mean, feature_var, 1 / _at_least(xp, m, 1)), m, entries)
 
 
 def chosen(xp: Any, switches: Any, batch: MiniBatch, population: Population) -> Statistics:
@@ -147,9 +148,9 @@ def updated(
     added = entered * xp.array(m, entered.dtype)
     samples = population.samples + xp.minimum(added, _LARGEST - population.samples)
     if momentum is None:
-        weights = m / xp.array(xp.maximum(samples, 1), dtype)
+        weights = m / xp.array(_at_least(xp, samples, 1), dtype)
     else:
-        weights = xp.maximum(1 / xp.array(xp.maximum(updates, 1), dtype), momentum)
+        weights = _at_least(xp, 1 / xp.array(_at_least(xp, updates, 1), dtype), momentum)
 
     values = {}
     for row, name in enumerate(Statistics._fields):
@@ -164,7 +165,7 @@ def updated(
 
 def _estimates(xp: Any, batch: MiniBatch, mask: Any, m: Any, entries: Any, total: Total) -> Statistics:
     """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
-    m, entries = xp.maximum(m, 1.0), xp.maximum(entries, 1.0)
+    m, entries = _at_least(xp, m, 1), _at_least(xp, entries, 1)
     s = batch.statistics
     over = tuple(range(len(s.feature_mean.shape) - len(m.shape)))  # samples alone, or positions too
 
@@ -191,6 +192,11 @@ def put_back(xp: Any, whole: Population, part: Population, length: Any) -> Popul
         rest = old[:, length:] if axis else old[length:]
         joined.append(xp.reshape(xp.concatenate([new, rest], axis=axis), old.shape))
     return Population(*joined)
+
+
+def _at_least(xp: Any, value: Any, least: float) -> Any:
+    """``maximum``, which makes float32 of float64 in Keras on torch."""
+    return xp.where(value > least, value, least)
 
 
 # ---- arguments

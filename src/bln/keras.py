@@ -194,7 +194,7 @@ class BatchLayerNormalization(keras.layers.Layer):
                     autocast=False,
                 )
                 setattr(self, name, weight)
-        dtype = keras.backend.result_type(self.variable_dtype, "float32")
+        dtype = _wide(self.variable_dtype)
         shapes, initial = Population.shapes(self._positions, features), Population.initial()
         for name, size, value in zip(Population._fields, shapes, initial, strict=True):
             kind = "int" if name in Population.counters() else dtype
@@ -236,7 +236,7 @@ class BatchLayerNormalization(keras.layers.Layer):
         """Normalize; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
         training = self._calibrating or (training and self.trainable)
         self._reached = True
-        dtype = keras.backend.result_type(inputs.dtype, self.batch_mean.dtype)
+        dtype = _wide(inputs.dtype, self.batch_mean.dtype)
         rows = ops.moveaxis(ops.cast(inputs, dtype), self.axis, -1)
         if mask is not None:
             if len(mask.shape) != len(inputs.shape) - 1:
@@ -310,6 +310,11 @@ class BatchLayerNormalization(keras.layers.Layer):
         for name in Population.counters():
             new[name] = np.where(take, snapshot[name], new[name])
         self._restore(new)
+
+
+def _wide(*dtypes: Any) -> str:
+    """The type to compute in. ``keras.backend.result_type`` knows no float64 on JAX and torch."""
+    return "float64" if "float64" in map(keras.backend.standardize_dtype, dtypes) else "float32"
 
 
 def _as(value: Any, dtype: str, name: str) -> Any:

@@ -86,7 +86,10 @@ VARIANTS = {
 }
 
 
-COMBINED = [*itertools.product(BATTERY, ("as published", "pooled")), *itertools.product(["sequence"], list(VARIANTS)[2:])]
+COMBINED = [
+    *itertools.product(BATTERY, ("as published", "pooled")),
+    *itertools.product(["sequence"], list(VARIANTS)[2:]),
+]
 
 
 @pytest.mark.parametrize(("shape", "variant"), COMBINED)
@@ -117,7 +120,12 @@ class TestBattery:
 
     def test_types(self, x, arguments):
         """The output has the compute type, the statistics are float32."""
-        policies = {"float32": "float32", "mixed_bfloat16": "bfloat16", "mixed_float16": "float16", "bfloat16": "bfloat16"}
+        policies = {
+            "float32": "float32",
+            "mixed_bfloat16": "bfloat16",
+            "mixed_float16": "float16",
+            "bfloat16": "bfloat16",
+        }
         for policy, output in policies.items():
             layer = BatchLayerNormalization(**arguments, dtype=policy)
             for training in (True, False):

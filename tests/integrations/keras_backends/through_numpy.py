@@ -42,7 +42,9 @@ class Keras:
         return self._call(layer, x, mask, False)
 
     def _call(self, layer, x, mask, training):
-        if BACKEND != "jax" or not layer.built:
+        if not layer.built:
+            layer.build(x.shape)
+        if BACKEND != "jax":
             return numpy(layer(x, training=training, mask=tensor(mask)))
         trainable, others = ([v.value for v in vs] for vs in (layer.trainable_variables, layer.non_trainable_variables))
         y, updated = self._compiled(layer, training)(trainable, others, x, tensor(mask))

@@ -289,6 +289,8 @@ class BatchLayerNormalization(keras.layers.Layer):
 
     def reset_statistics(self) -> None:
         """Forget the population: mean 0, variance 1."""
+        if not self.built:  # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin
+            return
         initial = Population.initial()._asdict()
         self._restore({name: np.full(v.shape, initial[name]) for name, v in self._remembered().items()})
 

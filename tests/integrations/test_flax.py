@@ -190,7 +190,7 @@ class TestModes:
         model.zeroth(normal(rng, 4, 3))
         bln.flax.reset_statistics(model)
         assert_same(model.zeroth, fresh)
-        with pytest.raises(ValueError, match="Linear has no bln.flax.BatchLayerNorm"):
+        with pytest.raises(ValueError, match=r"Linear has no bln\.flax.BatchLayerNorm"):
             bln.flax.configure(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "FFFF")
 
 

@@ -1,6 +1,7 @@
 """The Keras layer: the numbers of the oracle and of torch, and what Keras asks of a layer."""
 
 import itertools
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -184,6 +185,27 @@ class TestBattery:
             y = KERAS.infer(layer, normal(rng, 1, *sizes[1:]))
             assert np.isfinite(y).all()
             assert np.abs(y).max() > 0.01, f"{config} maps a single sample to nothing"
+
+
+RECORDED = np.load(Path(__file__).parents[2] / "data" / "authors_layer.npz")
+
+
+@pytest.mark.parametrize("case", ["dense", "sequence", "image", "pair"])
+def test_the_authors_layer_computes_the_same_where_definitions_agree(case):
+    """As docs/frameworks.md says to build it; they computed in float32 too."""
+    layer = BatchLayerNormalization(epsilon=1e-3, mix_epsilon=1e-4, momentum=None)
+    batches = RECORDED[f"{case}/train_x"]
+    layer.build(batches[0].shape)
+    KERAS.set_parameters(layer, RECORDED[f"{case}/gamma"], RECORDED[f"{case}/beta"])
+    found = KERAS.train_backward(layer, batches[0], RECORDED[f"{case}/dy"])
+    for name, mine in zip(("train_y0", "dx0", "dgamma0", "dbeta0"), found, strict=True):
+        np.testing.assert_allclose(mine, RECORDED[f"{case}/{name}"], atol=2e-5, rtol=2e-5, err_msg=name)
+    for x in batches[1:]:
+        KERAS.train(layer, x)
+    for config in ("TTFF", "FTFF", "FFFF"):
+        layer.config = config
+        y = KERAS.infer(layer, RECORDED[f"{case}/infer_x"])
+        np.testing.assert_allclose(y, RECORDED[f"{case}/infer_y_{config}"], atol=2e-5, rtol=2e-5, err_msg=config)
 
 
 class TestPrecision:

@@ -211,6 +211,14 @@ class TestResetStatistics:
         assert numpy(plain.updates).tolist() == [3] * 5
         assert numpy(moving.updates).tolist() == [9] * 5, "an exponential average goes on"
 
+    def test_a_model_that_is_built_by_its_first_step(self, rng):
+        layer = BatchLayerNormalization(momentum=None)
+        model = keras.Sequential([layer])
+        model.compile(loss="mse")
+        x = normal(rng, 8, 3)
+        model.fit(x, x, batch_size=4, epochs=2, verbose=0, callbacks=[bln.keras.ResetStatistics()])
+        assert numpy(layer.updates).tolist() == [2] * 5
+
 
 class TestSearch:
     @pytest.fixture

@@ -207,7 +207,7 @@ class TestModels:
     def test_one_layer_that_does_not_fit_leaves_all_as_they_were(self, rng):
         a, b = self.torch_model(), torch.nn.Sequential(make("torch"), make("torch", 5))
         train(a[1], rng.normal(size=(5, 4, 3)).astype(np.float32))
-        with pytest.raises(ValueError, match="'3' to '1': 3 features in the source, 5 in the target.*pass names="):
+        with pytest.raises(ValueError, match=r"'3' to '1': 3 features in the source, 5 in the target.*pass names="):
             bln.transfer(a, b)
         assert not b[0].population.updates.any()
 

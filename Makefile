@@ -2,14 +2,27 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+INTEGRATIONS := .venv-integrations
 
-.PHONY: test check demo docs bench format clean
+.PHONY: test test-browser test-integrations check demo docs bench format clean
 
 test: $(READY)  ## all tests, under 10 minutes on two cores
 	$(BIN)/python -m pytest
 
+# Keras takes one backend for each process: all three run, and one that fails fails the target.
+test-integrations: $(INTEGRATIONS)/.ready  ## the layer in other frameworks, in an environment of its own
+	failed=; for backend in tensorflow jax torch; do \
+	  echo "Keras on $$backend"; \
+	  KERAS_BACKEND=$$backend $(INTEGRATIONS)/bin/python -m pytest -n 0 tests/integrations/keras_backends || failed=1; \
+	done; \
+	$(INTEGRATIONS)/bin/python -m pytest -n 0 tests/integrations --ignore tests/integrations/keras_backends || failed=1; \
+	test -z "$$failed"
+
+test-browser: $(READY)  ## the report in a headless Chromium; BLN_BROWSER names another browser
+	$(BIN)/python -m pytest -n 0 tests/browser
+
 demo: $(READY)  ## BLN beside BN and LN on handwritten digits
-	$(BIN)/python examples/digits.py
+	$(BIN)/bln demo
 
 check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -31,5 +44,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,experiments,search]"
 	touch $@
 
+$(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[integrations]"
+	touch $@
+
 clean:
-	rm -rf .venv site build dist
+	rm -rf .venv $(INTEGRATIONS) site build dist

@@ -6,8 +6,12 @@
 torch.Size([25, 16, 8, 8])
 """
 
+from importlib import import_module
+from typing import Any
+
 from . import callbacks, functional
 from ._search import SearchResult, search
+from ._transfer import transfer
 from .affine import Affine
 from .config import StatisticsConfig
 from .conversion import convert
@@ -38,4 +42,11 @@ __all__ = [
     "load_pretrained",
     "reset_statistics",
     "search",
+    "transfer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("keras", "flax"):  # extras: imported when asked for
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -95,4 +95,4 @@ def choose(
 
 def bessel(count: Any) -> Any:
     """The factor ``count / (count - 1)`` of eqs 5, 19 and 21, for counts from 1 on; 1 where the count is 1."""
-    return count / (count - 1 * (count > 1))
+    return count / (abs(count - 1.5) + 0.5)  # max(count - 1, 1) in operators: booleans and 0 ** 0 are not for all

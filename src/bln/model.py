@@ -34,7 +34,13 @@ def configure(model: nn.Module, config: StatisticsConfig | str | Mapping[str, St
         config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``bln.layers`` gives them, to
             such; layers that it does not name stay as they are.
     """
-    found = required_layers(model)
+    configure_layers(required_layers(model), config)
+
+
+def configure_layers(
+    found: Mapping[str, Any], config: StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
+) -> None:
+    """Give each of these layers, of whatever framework, its configuration; a mistake changes none."""
     chosen = config if isinstance(config, Mapping) else dict.fromkeys(found, config)
     for name in chosen:
         if name not in found:

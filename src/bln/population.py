@@ -194,9 +194,9 @@ class Population(nn.Module):
             for name, shape in self._shapes(positions).items():
                 buffer = getattr(self, name)
                 if compiling:
-                    setattr(self, name, _spread(buffer, name, shape))
+                    setattr(self, name, spread(buffer, name, shape))
                 else:
-                    buffer.data = _spread(buffer, name, shape)  # DistributedDataParallel holds on to the tensor
+                    buffer.data = spread(buffer, name, shape)  # DistributedDataParallel holds on to the tensor
 
     # ---- keeping and putting back
 
@@ -220,7 +220,7 @@ class Population(nn.Module):
     def complete(self, snapshot: Snapshot) -> None:
         """Take from the snapshot what was not learned since, and ``1/m`` wherever it was known."""
         positions = self.position_shape or ()
-        old = {name: _spread(snapshot[1][name], name, shape) for name, shape in self._shapes(positions).items()}
+        old = {name: spread(snapshot[1][name], name, shape) for name, shape in self._shapes(positions).items()}
         take = self.updates == 0
         take[STATISTICS.index("inverse_m")] = old["updates"][STATISTICS.index("inverse_m")] > 0
         for name, wanted in zip(STATISTICS, take, strict=True):
@@ -268,7 +268,7 @@ class Population(nn.Module):
                     self._learn_positions(positions)
             elif known and not positions:
                 shapes = self._shapes(known)
-                state_dict.update({prefix + name: _spread(t, name, shapes[name]) for name, t in saved.items()})
+                state_dict.update({prefix + name: spread(t, name, shapes[name]) for name, t in saved.items()})
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -305,7 +305,7 @@ def _narrow(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
-def _spread(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+def spread(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """A statistic or counter without positions, given to each position of ``shape``; one that fits, as a copy."""
     if value.dim() < len(shape) and not name.startswith("batch"):
         value = value.reshape((*value.shape, *[1] * (len(shape) - value.dim())))

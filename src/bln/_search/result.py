@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from .._transfer import framework
 from ..config import StatisticsConfig
-from ..model import configure, layers
 from ..population import Snapshot
 from . import table
 from .scores import Score
@@ -155,13 +153,11 @@ class SearchResult:
             )
         return self.rows[0]
 
-    def apply(
-        self, model: nn.Module, which: Row | StatisticsConfig | str | Mapping[str, Any] | None = None
-    ) -> Row | None:
+    def apply(self, model: Any, which: Row | StatisticsConfig | str | Mapping[str, Any] | None = None) -> Row | None:
         """Give the model the best configuration, or another; after a calibration, its statistics too.
 
         Args:
-            model: The model searched, or one with layers of the same names.
+            model: The model searched, of any framework, or one with layers of the same names.
             which: A row, ``"FTFF"``, a ``StatisticsConfig`` or a mapping from names to such; ``None`` is the best.
 
         Returns:
@@ -170,6 +166,7 @@ class SearchResult:
         if which is None:
             which = self.best
         row = which if isinstance(which, Row) else self._find(which)
+        layers, configure = framework(model)[:2]
         if self.statistics is not None and (unknown := layers(model).keys() - self.statistics.keys()):
             raise ValueError(
                 f"the search calibrated layers {list(self.statistics)}, but this model also has {sorted(unknown)}; "

@@ -22,7 +22,7 @@ from .result import SearchResult, ranked
 from .scores import Function, Measure, Metrics, Tally
 from .study import explore
 
-_DEPENDS = (
+DEPENDS_ON_BATCH = (
     "E_B = F makes a prediction depend on the other samples of its batch, and Std_B = F does so too: such rows hold "
     "for batches composed like these."
 )
@@ -94,7 +94,7 @@ def search(
     _check(per_layer, sampler, storage, trials)
     _warn_of_leak(batches, calibrate)
     rebatch = rebatch or robust
-    notes: list[str] = [_DEPENDS if rebatch else f"{_DEPENDS} rebatch=True shows how far they move."]
+    notes: list[str] = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move."]
 
     with _as_found(model, list(found.values())):
         model.eval()

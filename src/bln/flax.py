@@ -1,0 +1,341 @@
+"""Batch Layer Normalization for Flax NNX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+try:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+except ImportError as error:
+    raise ImportError(
+        'bln.flax takes Flax NNX, which is not installed: pip install "batch-layer-norm[flax]"'
+    ) from error
+
+import numpy as np
+import torch
+
+from . import _arrays, formula
+from ._arrays import Population
+from ._transfer import State, as_numpy, as_tensor
+from .config import StatisticsConfig
+from .model import configure_layers
+from .population import window
+
+if TYPE_CHECKING:
+    Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
+
+__all__ = ["BatchLayerNorm", "configure", "layers", "reset_statistics"]
+
+
+class BatchLayerNorm(nnx.Module):
+    """Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+
+    With sample ``n`` of ``m``, position ``p`` and feature ``k`` of ``d``, in training
+
+        x_B = (x - mean_B) / sqrt(var_B + eps)
+        x_F = (x - mean_F) / sqrt(var_F + eps)
+        y   = scale * [(1 - 1/m - mix_eps) * x_B + (1/m - mix_eps) * x_F] / sqrt(d) + bias
+
+    where ``mean_B``, ``var_B`` are mean and biased variance over samples, one for each position and feature, and
+    ``mean_F``, ``var_F`` those over features, one for each sample and position. With running averages each of the
+    four is the population's or the current mini-batch's, as ``config`` says. Put the layer behind the nonlinearity.
+
+    Statistics, counters and the configuration are ``nnx.BatchStat``, so that ``nnx.split(model, nnx.Param,
+    nnx.BatchStat)`` and checkpoints hold all of it. ``model.train()``, ``model.eval()`` and ``nnx.view`` act as on
+    ``nnx.BatchNorm``.
+
+    Args:
+        num_features: The number of features (the paper's d).
+        channel_dim: Where features stand: last, as everywhere in Flax. (The torch layer has them at 1.)
+        per_position: Batch statistics for each position, as published. ``False`` pools them over positions, as
+            ``nnx.BatchNorm`` does, and takes any image size or sequence length.
+        position_shape: The positions (``(28, 28)``, ``80``) to keep statistics for. ``None`` learns them from the
+            first call outside of ``jit``, ``grad`` and the like; a first training call inside is an error. Shorter
+            sequences use the first positions.
+        use_running_average: Infer instead of train; the argument of the call goes first.
+        eps: Added to both variances.
+        mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``.
+        momentum: The weight of the *old* value in the population statistics, as in ``nnx.BatchNorm``: 0.9 here is 0.1
+            in torch. The new one weighs at least ``1/updates``, so that initial values never mix in. ``None`` averages
+            all mini-batches since the last ``reset_statistics``, weighted by samples.
+        use_bias: Learn a shift, ``bias``.
+        use_scale: Learn a scale, ``scale``.
+        config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. It can be
+            assigned at any time outside of ``jit``; compiled functions follow, since it is data.
+        dim_scale: Divide by the root of ``num_features``, as the paper does.
+        bias_init, scale_init: Initializers, as in ``nnx.BatchNorm``.
+        axis_name: Inside ``pmap``, ``shard_map`` or ``vmap``, the axis over which training mini-batches are one: counts
+            and sums are added up, so that shards weigh as much as they have real entries. Inference stays local.
+        axis_index_groups: Groups of indices along that axis, each with statistics of its own.
+        dtype: Of the output; ``None`` infers it from input and parameters, as Flax does. Statistics are computed in
+            float32 at least.
+        param_dtype: Of the parameters. Statistics are float64 where this is, else float32.
+        rngs: For the initializers.
+
+    Shape:
+        ``(N, *positions, C)``, or features at ``channel_dim``; the output has the input's shape. ``mask``:
+        ``(N, *positions)``, boolean, true at real entries.
+
+    Examples:
+        >>> import jax, bln.flax
+        >>> from flax import nnx
+        >>> layer = bln.flax.BatchLayerNorm(16, rngs=nnx.Rngs(0))
+        >>> y = layer(jax.random.normal(jax.random.key(0), (25, 8, 8, 16)))
+        >>> layer.config = "FTFF"
+        >>> layer.eval()
+        >>> layer(jax.random.normal(jax.random.key(1), (1, 8, 8, 16))).shape
+        (1, 8, 8, 16)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        channel_dim: int = -1,
+        per_position: bool = True,
+        position_shape: int | Sequence[int] | None = None,
+        use_running_average: bool | None = False,
+        eps: float = 1e-4,
+        mix_eps: float | None = None,
+        momentum: float | None = 0.9,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        config: StatisticsConfig | str = "TTFF",
+        dim_scale: bool = True,
+        bias_init: Any = jax.nn.initializers.zeros,
+        scale_init: Any = jax.nn.initializers.ones,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if not isinstance(num_features, int) or num_features < 1:
+            raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
+        if not isinstance(channel_dim, int) or channel_dim == 0:
+            raise ValueError(
+                f"channel_dim must be -1 (features last) or another but 0, that of samples; got {channel_dim!r}"
+            )
+        positions = _arrays.check_options(eps, mix_eps, momentum, per_position, position_shape)
+        self.num_features = num_features
+        self.channel_dim = channel_dim
+        self.per_position = per_position
+        self.position_shape = positions if per_position else ()
+        self.use_running_average = use_running_average
+        self.eps = eps
+        self.mix_eps = mix_eps
+        self.momentum = momentum
+        self.dim_scale = dim_scale
+        self.axis_name = axis_name
+        self.axis_index_groups = axis_index_groups
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        shape = (num_features,)
+        self.scale = nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else nnx.data(None)
+        self.bias = nnx.Param(bias_init(rngs.params(), shape, param_dtype)) if use_bias else nnx.data(None)
+        self.switches = nnx.BatchStat(jnp.array(_arrays.switches_of(config), jnp.uint8))
+        for name, value in self._fresh(self.position_shape or ())._asdict().items():
+            setattr(self, name, nnx.BatchStat(value))
+
+    def _fresh(self, positions: tuple[int, ...]) -> Population:
+        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
+        shapes, initial = Population.shapes(positions, self.num_features), Population.initial()
+        return Population(
+            *(
+                jnp.full(shape, value, jnp.int32 if name in Population.counters() else dtype)
+                for name, shape, value in zip(Population._fields, shapes, initial, strict=True)
+            )
+        )
+
+    @property
+    def config(self) -> StatisticsConfig:
+        """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
+        return _arrays.config_of(np.asarray(self.switches[...]))
+
+    @config.setter
+    def config(self, value: StatisticsConfig | str) -> None:
+        self.switches.set_value(jnp.array(_arrays.switches_of(value), jnp.uint8))
+
+    def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
+        """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
+        infer = self.use_running_average if use_running_average is None else use_running_average
+        if infer is None:
+            raise ValueError(
+                "use_running_average is not known. Ways out: (1) pass it to the constructor; (2) pass it to the call; "
+                "(3) model.train() or model.eval()"
+            )
+        x = jnp.asarray(x)
+        channel_dim = self._check(x, mask)
+        parameters = [None if p is None else p[...] for p in (self.scale, self.bias)]
+        given = self.dtype or jnp.result_type(x, *(p for p in parameters if p is not None))
+        dtype = jnp.promote_types(x.dtype, self.batch_mean[...].dtype)
+        rows = jnp.moveaxis(x.astype(dtype), channel_dim, -1)
+        if mask is not None:
+            rows = jnp.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
+
+        positions = rows.shape[1:-1] if self.per_position else ()
+        self._learn(positions, x, infer)
+        used = window(positions, self.position_shape)
+        length = used[0].stop if used else None
+        whole = Population(*(getattr(self, name)[...] for name in Population._fields))
+        population = whole.first(length)
+        shared = self.axis_name is not None and not infer
+        psum = partial(jax.lax.psum, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
+        total = {"total": psum} if shared else {}
+        batch = _arrays.measure(jnp, rows, mask, self.per_position, **total)
+        statistics = _arrays.chosen(jnp, self.switches[...], batch, population) if infer else batch.statistics
+        y = formula.transform(
+            rows,
+            statistics,
+            *(None if p is None else p.astype(dtype) for p in parameters),
+            eps=self.eps,
+            mix_eps=self.eps if self.mix_eps is None else self.mix_eps,
+            dim_scale=self.dim_scale,
+        )
+        if mask is not None:
+            y = jnp.where(mask[..., None], y, 0)
+        if not infer:
+            momentum = None if self.momentum is None else 1 - self.momentum
+            part = _arrays.updated(jnp, population, batch, mask, momentum, **total)
+            for name, value in _arrays.put_back(jnp, whole, part, length)._asdict().items():
+                variable = getattr(self, name)
+                variable[...] = jax.lax.stop_gradient(value.astype(variable[...].dtype))
+        return jnp.moveaxis(y, -1, channel_dim).astype(given)
+
+    def _check(self, x: Any, mask: Any) -> int:
+        """Refuse what cannot be normalized; returns the dimension of features counted from the front."""
+        shape = x.shape
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first")
+        if not (len(shape) >= 2 and -len(shape) < self.channel_dim < len(shape)):
+            raise ValueError(
+                f"expected an input (N, *positions, C), or with features at another dimension than the last; got shape "
+                f"{shape} with channel_dim={self.channel_dim}. A single sample needs its own dimension: x[None]"
+            )
+        channel_dim = self.channel_dim % len(shape)
+        if shape[channel_dim] != self.num_features:
+            raise ValueError(
+                f"expected {self.num_features} features along dimension {channel_dim}, got {shape[channel_dim]} in an "
+                f"input of shape {shape}. If features stand elsewhere, pass channel_dim="
+            )
+        if x.size == 0:
+            raise ValueError(f"cannot normalize an empty input, got shape {shape}; skip empty batches")
+        if mask is not None:
+            if mask.dtype != bool:
+                raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}")
+            expected = shape[:channel_dim] + shape[channel_dim + 1 :]
+            if mask.shape != expected:
+                raise ValueError(f"expected a mask (N, *positions) of shape {expected}, got {mask.shape}")
+        return channel_dim
+
+    def _learn(self, positions: tuple[int, ...], x: Any, infer: bool) -> None:
+        """Take the positions of the first call, where an array may still change its shape."""
+        if self.position_shape is not None:
+            return
+        traced = isinstance(x, jax.core.Tracer)
+        if traced and positions and not infer:
+            raise ValueError(
+                f"the layer does not know its positions yet, and cannot learn {positions} inside jit, grad or another "
+                f"transformation. Ways out: (1) position_shape={positions}; (2) a call outside before, such as "
+                "model.eval(); model(x); (3) per_position=False"
+            )
+        if not traced:
+            for name, value in self._fresh(positions)._asdict().items():
+                variable = getattr(self, name)
+                old = variable[...]
+                if old.ndim < value.ndim and not name.startswith("batch"):
+                    old = old.reshape(old.shape + (1,) * (value.ndim - old.ndim))
+                variable.set_value(jnp.broadcast_to(old, value.shape))
+            self.position_shape = positions
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """What ``nnx.view`` calls."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+    def reset_statistics(self) -> None:
+        """Forget the population: mean 0, variance 1. Positions stay known."""
+        for name, value in self._fresh(self.position_shape or ())._asdict().items():
+            getattr(self, name).set_value(value)
+
+
+# ---- whole models
+
+
+def layers(model: Any) -> dict[str, BatchLayerNorm]:
+    """The model's BLN layers by path, in the order of names, numbers as numbers.
+
+    Flax does not keep the order in which attributes were assigned.
+    """
+    found = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, BatchLayerNorm)}
+    return dict(sorted(found.items(), key=lambda item: [_natural(part) for part in item[0].split(".")]))
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """A key that sorts norm2 before norm10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def _required_layers(model: Any) -> dict[str, BatchLayerNorm]:
+    if not (found := layers(model)):
+        raise ValueError(f"{type(model).__name__} has no bln.flax.BatchLayerNorm; add one")
+    return found
+
+
+def configure(model: Any, config: Configuration) -> None:
+    """Choose the statistics of inference: one configuration for all BLN layers, or one for each name.
+
+    Args:
+        model: A Flax NNX module with BLN layers.
+        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``layers`` gives them, to such; layers
+            that it does not name stay as they are.
+    """
+    configure_layers(_required_layers(model), config)
+
+
+def reset_statistics(model: Any) -> None:
+    """Forget the population statistics of all BLN layers. With ``momentum=None``, call it at each epoch's start."""
+    for layer in _required_layers(model).values():
+        layer.reset_statistics()
+
+
+# ---- moving to and from other frameworks
+
+
+def read(layer: BatchLayerNorm) -> State:
+    """Everything of a layer, for ``bln.transfer``."""
+
+    def tensor(variable: Any) -> torch.Tensor | None:
+        return None if variable is None else as_tensor(np.asarray(variable[...]), str(variable[...].dtype))
+
+    return State(
+        tensors={
+            "scale": tensor(layer.scale),
+            "shift": tensor(layer.bias),
+            **{name: tensor(getattr(layer, name)) for name in Population._fields},
+        },
+        positions=layer.position_shape,
+        config=layer.config,
+        options={
+            "per_position": layer.per_position,
+            "eps": layer.eps,
+            "mix_eps": layer.eps if layer.mix_eps is None else layer.mix_eps,
+            "dim_scale": layer.dim_scale,
+        },
+        momentum=None if layer.momentum is None else 1 - layer.momentum,
+    )
+
+
+def write(layer: BatchLayerNorm, state: State) -> None:
+    """Give a layer the state of another, which fits."""
+    variables = {"scale": layer.scale, "shift": layer.bias, **{n: getattr(layer, n) for n in Population._fields}}
+    for name, variable in variables.items():
+        if variable is not None:
+            variable.set_value(jnp.array(as_numpy(state.tensors[name]), variable[...].dtype))
+    layer.position_shape = state.positions
+    layer.config = state.config

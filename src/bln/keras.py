@@ -1,0 +1,584 @@
+"""Batch Layer Normalization for Keras 3, on the TensorFlow, JAX and torch backends, and helpers for whole models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+try:
+    import keras
+    from keras import ops
+except ImportError as error:
+    raise ImportError(
+        'bln.keras takes Keras 3, which is not installed: pip install "batch-layer-norm[keras]"'
+    ) from error
+
+import numpy as np
+import torch
+
+from . import _arrays, formula
+from ._arrays import Population
+from ._search.result import Row, SearchResult, ranked
+from ._search.scores import Tally
+from ._search.search import DEPENDS_ON_BATCH
+from ._transfer import State, as_numpy, as_tensor
+from .config import StatisticsConfig
+from .formula import Statistics
+from .model import configure_layers
+from .population import window
+from .progress import track
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
+    Metric = str | Callable[[Any, Any], Any]
+
+__all__ = [
+    "BatchLayerNormalization",
+    "ResetStatistics",
+    "calibrate",
+    "configure",
+    "layers",
+    "reset_statistics",
+    "search",
+]
+
+
+@keras.saving.register_keras_serializable(package="bln")
+class BatchLayerNormalization(keras.layers.Layer):
+    """Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+
+    With sample ``n`` of ``m``, position ``p`` and feature ``k`` of ``d``, in training
+
+        x_B = (x - mean_B) / sqrt(var_B + epsilon)
+        x_F = (x - mean_F) / sqrt(var_F + epsilon)
+        y   = gamma * [(1 - 1/m - mix_epsilon) * x_B + (1/m - mix_epsilon) * x_F] / sqrt(d) + beta
+
+    where ``mean_B``, ``var_B`` are mean and biased variance over samples, one for each position and feature, and
+    ``mean_F``, ``var_F`` those over features, one for each sample and position. At inference each of the four is the
+    population's or the current mini-batch's, as ``config`` says. Put the layer behind the nonlinearity.
+
+    A mask, such as that of ``Embedding(mask_zero=True)``, marks real entries: hidden ones enter no statistic and come
+    out 0, and ``m`` is counted at each position. Statistics are float32 under every dtype policy that is not float64.
+    With ``trainable = False`` the layer acts as in inference, as ``keras.layers.BatchNormalization`` does.
+
+    Args:
+        axis: Where features stand; never 0, which is that of samples.
+        per_position: Batch statistics for each position, as published. ``False`` pools them over positions, as
+            ``BatchNormalization`` does, and takes any image size or sequence length.
+        position_shape: The positions (``(28, 28)``, ``80``) to keep statistics for; ``None`` takes them from the input
+            shape. Shorter sequences use the first positions.
+        epsilon: Added to both variances.
+        mix_epsilon: The epsilon of the mixing weights; ``None`` is ``epsilon``.
+        momentum: The weight of the *old* value in the population statistics, as Keras has it: 0.9 here is 0.1 in
+            torch. The new one weighs at least ``1/updates``, so that initial values never mix in. ``None`` averages
+            all mini-batches since the last reset, weighted by samples: see ``ResetStatistics``.
+        center: Learn a shift, ``beta``.
+        scale: Learn a scale, ``gamma``.
+        config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. It can be
+            assigned at any time, compiled functions follow. It is saved with the weights.
+        dim_scale: Divide by the root of the number of features, as the paper does.
+        beta_initializer, gamma_initializer, beta_regularizer, gamma_regularizer, beta_constraint, gamma_constraint:
+            As in ``BatchNormalization``.
+        **kwargs: ``name``, ``dtype`` and so on.
+
+    Shape:
+        ``(N, *positions, C)``, or features at ``axis``; the output has the input's shape. ``mask``:
+        ``(N, *positions)``.
+
+    Examples:
+        >>> import keras, numpy, bln.keras
+        >>> layer = bln.keras.BatchLayerNormalization()
+        >>> y = layer(numpy.random.normal(size=(25, 8, 8, 16)), training=True)
+        >>> layer.config = "FTFF"
+        >>> layer(numpy.random.normal(size=(1, 8, 8, 16))).shape[1:] == (8, 8, 16)
+        True
+    """
+
+    def __init__(
+        self,
+        axis: int = -1,
+        per_position: bool = True,
+        position_shape: int | Sequence[int] | None = None,
+        epsilon: float = 1e-4,
+        mix_epsilon: float | None = None,
+        momentum: float | None = 0.9,
+        center: bool = True,
+        scale: bool = True,
+        config: StatisticsConfig | str = "TTFF",
+        dim_scale: bool = True,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        beta_regularizer: Any = None,
+        gamma_regularizer: Any = None,
+        beta_constraint: Any = None,
+        gamma_constraint: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if not isinstance(axis, int) or axis == 0:
+            raise ValueError(f"axis must be -1 (features last) or another but 0, that of samples; got {axis!r}")
+        self.position_shape = _arrays.check_options(epsilon, mix_epsilon, momentum, per_position, position_shape)
+        self.axis = axis
+        self.per_position = per_position
+        self.epsilon = epsilon
+        self.mix_epsilon = mix_epsilon
+        self.momentum = momentum
+        self.center = center
+        self.scale = scale
+        self.dim_scale = dim_scale
+        self.beta_initializer = keras.initializers.get(beta_initializer)
+        self.gamma_initializer = keras.initializers.get(gamma_initializer)
+        self.beta_regularizer = keras.regularizers.get(beta_regularizer)
+        self.gamma_regularizer = keras.regularizers.get(gamma_regularizer)
+        self.beta_constraint = keras.constraints.get(beta_constraint)
+        self.gamma_constraint = keras.constraints.get(gamma_constraint)
+        self.supports_masking = True
+        self.gamma = self.beta = None
+        self._switches = None
+        self._config = StatisticsConfig.parse(config)
+        self._calibrating = self._reached = False
+
+    # ---- configuration
+
+    @property
+    def config(self) -> StatisticsConfig:
+        """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
+        return self._config if self._switches is None else _arrays.config_of(_numpy(self._switches))
+
+    @config.setter
+    def config(self, value: StatisticsConfig | str) -> None:
+        self._config = StatisticsConfig.parse(value)
+        if self._switches is not None:
+            self._switches.assign(_arrays.switches_of(self._config))
+
+    def get_config(self) -> dict[str, Any]:
+        """What rebuilds the layer, the configuration of statistics as it is now."""
+        plain = ["axis", "per_position", "position_shape", "epsilon", "mix_epsilon", "momentum"]
+        plain += ["center", "scale", "dim_scale"]
+        config = {**super().get_config(), **{name: getattr(self, name) for name in plain}, "config": str(self.config)}
+        for parameter in ("beta", "gamma"):
+            for kind in ("initializer", "regularizer", "constraint"):
+                name = f"{parameter}_{kind}"
+                config[name] = getattr(keras, f"{kind}s").serialize(getattr(self, name))
+        return config
+
+    # ---- building
+
+    def build(self, input_shape: Sequence[int | None]) -> None:
+        """Create parameters and statistics for inputs of this shape."""
+        shape = tuple(input_shape)
+        if len(shape) < 2 or not -len(shape) < self.axis < len(shape):
+            raise ValueError(
+                f"expected an input (N, *positions, C), or with features at another axis than the last; got shape "
+                f"{shape} with axis={self.axis}"
+            )
+        axis = self.axis % len(shape)
+        features = shape[axis]
+        if features is None:
+            raise ValueError(f"the number of features, axis {self.axis} of the input shape {shape}, must be known")
+        self._positions = self._known_positions(shape[1:axis] + shape[axis + 1 :], shape)
+        self.input_spec = keras.layers.InputSpec(ndim=len(shape), axes={axis: features})
+
+        for name, wanted in (("gamma", self.scale), ("beta", self.center)):
+            if wanted:
+                weight = self.add_weight(
+                    shape=(features,),
+                    name=name,
+                    initializer=getattr(self, f"{name}_initializer"),
+                    regularizer=getattr(self, f"{name}_regularizer"),
+                    constraint=getattr(self, f"{name}_constraint"),
+                    autocast=False,
+                )
+                setattr(self, name, weight)
+        dtype = _wide(self.variable_dtype)
+        shapes, initial = Population.shapes(self._positions, features), Population.initial()
+        for name, size, value in zip(Population._fields, shapes, initial, strict=True):
+            kind = "int" if name in Population.counters() else dtype
+            setattr(self, name, self._remember(name, size, value, kind))
+        self._switches = self._remember("config", (4,), _arrays.switches_of(self._config), "uint8")
+
+    def _remember(self, name: str, shape: tuple[int, ...], value: Any, dtype: str) -> Any:
+        def initializer(shape: Any, dtype: Any = None) -> Any:
+            return ops.array(np.broadcast_to(value, shape), dtype)
+
+        return self.add_weight(
+            shape=shape, name=name, initializer=initializer, dtype=dtype, trainable=False, autocast=False
+        )
+
+    def _known_positions(self, positions: tuple[int | None, ...], shape: tuple[int | None, ...]) -> tuple[int, ...]:
+        if not self.per_position:
+            return ()
+        fixed = tuple(size for size in positions if size is not None)
+        if self.position_shape is not None:
+            if len(fixed) == len(positions) or len(positions) != len(self.position_shape):
+                window(fixed, self.position_shape)
+            return self.position_shape
+        if len(fixed) < len(positions):
+            raise ValueError(
+                f"batch statistics are kept for each position, but the input shape {shape} does not say how many there "
+                "are. Ways out: (1) position_shape= the longest sequence there will be, shorter ones then use the "
+                "first positions; (2) per_position=False, which pools batch statistics over positions; (3) a fixed "
+                "input shape, as in keras.Input((80,))"
+            )
+        return fixed
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """That of the input."""
+        return input_shape
+
+    # ---- calling
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Normalize; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
+        training = self._calibrating or (training and self.trainable)
+        self._reached = True
+        dtype = _wide(inputs.dtype, self.batch_mean.dtype)
+        rows = ops.moveaxis(ops.cast(inputs, dtype), self.axis, -1)
+        if mask is not None:
+            if len(mask.shape) != len(inputs.shape) - 1:
+                raise ValueError(
+                    f"expected a mask (N, *positions), one dimension less than the input {tuple(inputs.shape)}; got "
+                    f"shape {tuple(mask.shape)}"
+                )
+            mask = ops.cast(mask, "bool")
+            rows = ops.where(mask[..., None], rows, 0.0)  # whatever hides there, NaN included, is gone
+
+        length = self._length(rows)
+        whole = Population(*(_as(value, dtype, name) for name, value in self._remembered().items()))
+        population = whole.first(length)
+        batch = _arrays.measure(ops, rows, mask, self.per_position)
+        statistics = (
+            batch.statistics
+            if training
+            else _arrays.chosen(ops, ops.convert_to_tensor(self._switches), batch, population)
+        )
+        y = formula.transform(
+            rows,
+            statistics,
+            None if self.gamma is None else ops.cast(self.gamma, dtype),
+            None if self.beta is None else ops.cast(self.beta, dtype),
+            eps=self.epsilon,
+            mix_eps=self.epsilon if self.mix_epsilon is None else self.mix_epsilon,
+            dim_scale=self.dim_scale,
+        )
+        if mask is not None:
+            y = ops.where(mask[..., None], y, 0.0)
+        if training:
+            momentum = None if self.momentum is None else 1 - self.momentum
+            part = _arrays.updated(ops, population, batch, mask, momentum)
+            for name, value in _arrays.put_back(ops, whole, part, length)._asdict().items():
+                getattr(self, name).assign(ops.stop_gradient(value))
+        return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype)
+
+    def _length(self, rows: Any) -> Any:
+        """How many of the known positions a shorter sequence uses; ``None`` for all."""
+        positions = tuple(rows.shape[1:-1]) if self.per_position else ()
+        if None in positions:  # a TensorFlow graph for any length
+            return ops.shape(rows)[1] if len(positions) == 1 else None
+        found = window(positions, self._positions)
+        return found[0].stop if found else None
+
+    # ---- statistics
+
+    def _remembered(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in Population._fields}
+
+    def reset_statistics(self) -> None:
+        """Forget the population: mean 0, variance 1."""
+        if not self.built:  # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin
+            return
+        initial = Population.initial()._asdict()
+        self._restore({name: np.full(v.shape, initial[name]) for name, v in self._remembered().items()})
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {name: _numpy(variable).copy() for name, variable in self._remembered().items()}
+
+    def _restore(self, snapshot: Mapping[str, Any]) -> None:
+        for name, variable in self._remembered().items():
+            variable.assign(ops.array(snapshot[name], variable.dtype))
+
+    def _complete(self, snapshot: Mapping[str, Any]) -> None:
+        """Take from the snapshot what was not learned since, and ``1/m`` wherever it was known."""
+        new, row = self._snapshot(), Statistics._fields.index("inverse_m")
+        take = new["updates"] == 0
+        take[row] = snapshot["updates"][row] > 0
+        for name, wanted in zip(Statistics._fields, take, strict=True):
+            wanted = wanted[..., None] if name.startswith("batch") else wanted
+            new[name] = np.where(wanted, snapshot[name], new[name])
+        for name in Population.counters():
+            new[name] = np.where(take, snapshot[name], new[name])
+        self._restore(new)
+
+
+def _wide(*dtypes: Any) -> str:
+    """The type to compute in. ``keras.backend.result_type`` knows no float64 on JAX and torch."""
+    return "float64" if "float64" in map(keras.backend.standardize_dtype, dtypes) else "float32"
+
+
+def _as(value: Any, dtype: str, name: str) -> Any:
+    return ops.convert_to_tensor(value) if name in Population.counters() else ops.cast(value, dtype)
+
+
+def _numpy(value: Any) -> Any:
+    """Whatever tensor a data loader or a backend has."""
+    if isinstance(value, keras.Variable):
+        return np.asarray(ops.convert_to_numpy(value))
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+class ResetStatistics(keras.callbacks.Callback):
+    """Population statistics of the epoch alone: forget them at its begin, in layers with ``momentum=None``.
+
+    Examples:
+        >>> import keras, numpy, bln.keras
+        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization(momentum=None)])
+        >>> model.compile(loss="mse")
+        >>> x = numpy.random.normal(size=(12, 3))
+        >>> history = model.fit(x, x, batch_size=4, epochs=2, verbose=0, callbacks=[bln.keras.ResetStatistics()])
+        >>> int(model.layers[0].updates[0])
+        3
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forget."""
+        for layer in layers(self.model).values():
+            if layer.momentum is None:
+                layer.reset_statistics()
+
+
+# ---- whole models
+
+
+def layers(model: Any) -> dict[str, BatchLayerNormalization]:
+    """The model's BLN layers by name, in the order of ``model.layers``; one that is used twice appears once.
+
+    A layer inside another that has a name taken before is called by its path, as in ``"block_2/norm"``.
+    """
+    found: dict[str, BatchLayerNormalization] = {}
+    for path, layer in _walk(model, ()):
+        if isinstance(layer, BatchLayerNormalization) and not any(layer is other for other in found.values()):
+            name = next((n for at in range(len(path)) if (n := "/".join(path[-at - 1 :])) not in found), None)
+            found[name or f"{'/'.join(path)}:{len(found)}"] = layer
+    return found
+
+
+def _walk(layer: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    path = (*path, layer.name)
+    yield path, layer
+    for child in layer._flatten_layers(include_self=False, recursive=False):
+        yield from _walk(child, path)
+
+
+def _required_layers(model: Any) -> dict[str, BatchLayerNormalization]:
+    if not (found := layers(model)):
+        raise ValueError(f"{type(model).__name__} {model.name!r} has no BatchLayerNormalization; add one")
+    if unbuilt := [name for name, layer in found.items() if not layer.built]:
+        raise ValueError(
+            f"the layers {unbuilt} are not built: they do not know their input shape. Call the model on a batch, or "
+            "model.build(input_shape), before"
+        )
+    return found
+
+
+def configure(model: Any, config: Configuration) -> None:
+    """Choose the statistics of inference: one configuration for all BLN layers, or one for each name.
+
+    Compiled functions follow, so neither ``compile`` nor a new ``predict`` function is needed.
+
+    Args:
+        model: A Keras model with BLN layers.
+        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``layers`` gives them, to such; layers
+            that it does not name stay as they are.
+    """
+    configure_layers(_required_layers(model), config)
+
+
+def reset_statistics(model: Any) -> None:
+    """Forget the population statistics of all BLN layers."""
+    for layer in _required_layers(model).values():
+        layer.reset_statistics()
+
+
+def calibrate(model: Any, batches: Iterable[Any], *, progress: bool = True) -> None:
+    """Recompute the population statistics under frozen weights (Algorithm 2), as plain averages over ``batches``.
+
+    Only the BLN layers run as in training, also those with ``trainable = False``: dropout stays off, other norms use
+    what they remember. The remembered ``1/m`` stays that of training, where there was any. If anything goes wrong, the
+    statistics are as they were.
+
+    Args:
+        model: A Keras model with BLN layers.
+        batches: Any iterable of training batches, composed as in training: inputs, or a tuple whose first is the
+            inputs; a ``tf.data.Dataset``, a ``DataLoader``, a ``keras.utils.PyDataset``.
+        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+    """
+    found = _required_layers(model)
+    before = {name: layer._snapshot() for name, layer in found.items()}
+    momenta = {name: layer.momentum for name, layer in found.items()}
+    compiled = model.predict_function
+    try:
+        model.predict_function = None  # traced anew: it has to see that these layers calibrate
+        for layer in found.values():
+            layer._calibrating, layer._reached, layer.momentum = True, False, None
+            layer.reset_statistics()
+        count = 0
+        with closing(_tracked(batches, "calibrate", progress)) as tracked:
+            for batch in tracked:
+                model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
+                count += 1
+        if count == 0:
+            raise ValueError("calibrate got no batches; was the iterable used up before?")
+        for name, layer in found.items():
+            if not layer._reached:
+                layer._restore(before[name])
+                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
+            elif not _numpy(layer.updates).any():
+                raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
+            else:
+                layer._complete(before[name])
+    except BaseException:
+        for name, layer in found.items():
+            layer._restore(before[name])
+        raise
+    finally:
+        model.predict_function = compiled
+        for name, layer in found.items():
+            layer._calibrating, layer.momentum = False, momenta[name]
+
+
+def _tracked(batches: Iterable[Any], what: str, progress: bool) -> Generator[Any]:
+    """Batches as NumPy arrays, with a progress bar."""
+    if isinstance(batches, keras.utils.PyDataset):
+        batches = [batches[index] for index in range(batches.num_batches)]
+    for batch in track(batches, what) if progress else batches:
+        yield keras.tree.map_structure(_numpy, tuple(batch) if isinstance(batch, list) else batch)
+
+
+# ---- search
+
+
+def search(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    loss: Any,
+    metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
+    progress: bool = True,
+) -> SearchResult:
+    """Find the configuration of statistics that suits a trained model: all 16 on held-out batches.
+
+    Search on **validation** data. Each batch is loaded once and predicted 16 times by one compiled function. The model
+    is left as it was found; ``SearchResult.apply`` gives it the winner.
+
+    Args:
+        model: A trained Keras model with BLN layers; it need not be compiled.
+        batches: Any iterable of ``(inputs, targets)``, in batches composed as requests will be.
+        loss: As for ``compile``: a name, a ``keras.losses.Loss``, or a function ``loss(targets, outputs)``.
+        metrics: ``"accuracy"``, other names Keras knows, ``keras.metrics.Metric``, or functions ``metric(targets,
+            outputs)``; several in a list, or by name. Higher is better, and the first breaks ties. Values are those of
+            a batch, averaged by samples.
+        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+
+    Returns:
+        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
+    """
+    found = _required_layers(model)
+    functions = {"loss": keras.losses.get(loss), **_named(metrics)}
+    configs = list(StatisticsConfig.all())
+    before = {name: layer.config for name, layer in found.items()}
+    tally = Tally([name for name in functions if name != "loss"])
+    try:
+        with closing(_tracked(batches, "search", progress)) as tracked:
+            for batch in tracked:
+                if not isinstance(batch, tuple) or len(batch) != 2:
+                    what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
+                    raise ValueError(f"expected batches of (inputs, targets), got {what}")
+                inputs, targets = batch
+                values = []
+                for config in configs:
+                    configure(model, config)
+                    outputs = model.predict_on_batch(inputs)
+                    values.append([_score(function, targets, outputs) for function in functions.values()])
+                tally.add(torch.tensor(values, dtype=torch.float64), len(keras.tree.flatten(targets)[0]))
+    finally:
+        configure(model, before)
+    if not tally.batches:
+        raise ValueError("search got no batches; was the iterable used up before?")
+    rows = ranked([Row(config, score) for config, score in zip(configs, tally.scores(), strict=True)], robust=False)
+    notes = [
+        DEPENDS_ON_BATCH,
+        "Population statistics averaged while the weights still moved can ruin rows with T; bln.keras.calibrate(model, "
+        "train_batches) recomputes them under frozen weights.",
+    ]
+    if untrained := [name for name, layer in found.items() if not _numpy(layer.updates).any()]:
+        notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
+    return SearchResult(rows, "separate", tuple(notes), tally.samples, tally.batches)
+
+
+def _named(metrics: Any) -> dict[str, Any]:
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        given = metrics if isinstance(metrics, list | tuple) else [] if metrics is None else [metrics]
+        named = {m if isinstance(m, str) else getattr(m, "name", None) or m.__name__: m for m in given}
+    return {name: _accuracy if m in ("accuracy", "acc") else keras.metrics.get(m) for name, m in named.items()}
+
+
+def _accuracy(targets: Any, outputs: Any) -> Any:
+    """The accuracy ``compile(metrics=["accuracy"])`` would choose for these shapes."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.binary_accuracy(targets.reshape(outputs.shape), outputs)
+    if targets.shape == outputs.shape:
+        return keras.metrics.categorical_accuracy(targets, outputs)
+    return keras.metrics.sparse_categorical_accuracy(targets, outputs)
+
+
+def _score(function: Any, targets: Any, outputs: Any) -> float:
+    if isinstance(function, keras.metrics.Metric):
+        function.reset_state()
+        function.update_state(targets, outputs)
+        return float(function.result())
+    return float(np.mean(_numpy(ops.convert_to_numpy(function(targets, outputs)))))
+
+
+# ---- moving to and from other frameworks
+
+
+def read(layer: BatchLayerNormalization) -> State:
+    """Everything of a layer, for ``bln.transfer``."""
+    if not layer.built:
+        raise ValueError(f"layer {layer.name!r} is not built; call it on a batch, or build its model, before")
+
+    def tensor(variable: Any) -> torch.Tensor | None:
+        return (
+            None if variable is None else as_tensor(_numpy(variable), keras.backend.standardize_dtype(variable.dtype))
+        )
+
+    return State(
+        tensors={
+            "scale": tensor(layer.gamma),
+            "shift": tensor(layer.beta),
+            **{name: tensor(variable) for name, variable in layer._remembered().items()},
+        },
+        positions=layer._positions,
+        config=layer.config,
+        options={
+            "per_position": layer.per_position,
+            "eps": layer.epsilon,
+            "mix_eps": layer.epsilon if layer.mix_epsilon is None else layer.mix_epsilon,
+            "dim_scale": layer.dim_scale,
+        },
+        momentum=None if layer.momentum is None else 1 - layer.momentum,
+    )
+
+
+def write(layer: BatchLayerNormalization, state: State) -> None:
+    """Give a layer the state of another, which fits."""
+    for name, variable in {"scale": layer.gamma, "shift": layer.beta, **layer._remembered()}.items():
+        if variable is not None:
+            variable.assign(ops.array(as_numpy(state.tensors[name]), variable.dtype))
+    layer.config = state.config

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import formula
 from .formula import Statistics
-from .functional import can_look
+from .functional import at_least_one, can_look
 
 STATISTICS = Statistics._fields
 _COUNTERS = ("updates", "samples")
@@ -90,6 +90,12 @@ class Population(nn.Module):
             values, seen = Statistics(*(value[window] for value in values)), seen[window]
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
+
+    def positions_for(self, positions: tuple[int, ...]) -> tuple[int, ...]:
+        """All positions statistics are kept for, where an input with these comes in."""
+        self._window(positions)
+        known = self.position_shape
+        return positions if known is None else known
 
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
         """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
@@ -171,10 +177,11 @@ class Population(nn.Module):
     def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:
         """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
         over = 0 if self.position_shape else None  # samples alone, or positions too
+        m, entries = (at_least_one(c) for c in (m, entries))
+        m, entries = (c.to(batch.inverse_m.dtype) if isinstance(c, Tensor) else c for c in (m, entries))
         if mask is None:
             feature_mean, feature_var = batch.feature_mean.mean(over), batch.feature_var.mean(over)
         else:
-            m, entries = (torch.as_tensor(c).clamp(min=1).to(batch.inverse_m.dtype) for c in (m, entries))
             hidden = ~mask
             feature_mean, feature_var = (
                 value.masked_fill(hidden, 0).sum(over) / entries for value in (batch.feature_mean, batch.feature_var)

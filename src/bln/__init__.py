@@ -13,7 +13,7 @@ from .conversion import convert
 from .formula import Statistics
 from .insertion import insert
 from .layer import BatchLayerNorm
-from .model import calibrate, configure, layers, reset_statistics
+from .model import average_statistics, calibrate, configure, layers, reset_statistics
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "SearchResult",
     "Statistics",
     "StatisticsConfig",
+    "average_statistics",
     "calibrate",
     "configure",
     "convert",

@@ -85,6 +85,12 @@ class Columns:
             return lying.reshape(lying.shape[0], -1)
         return lying if self.at == 1 else lying.reshape(-1, lying.shape[-1])
 
+    def empty(self, like: Tensor) -> Tensor:
+        """A new tensor of the shape it came in, in the order in which ``of`` makes no copy."""
+        layout = list(range(len(self.shape)))
+        layout.insert(self.at, layout.pop(self.channel_dim))
+        return torch.empty_permuted(like.shape, layout, dtype=like.dtype, device=like.device)
+
     def restore(self, columns: Tensor) -> Tensor:
         """From columns to the shape it came in."""
         return columns.reshape(self.shape).movedim(self.at, self.channel_dim)

@@ -135,7 +135,7 @@ class Population(nn.Module):
                 in. ``None`` averages all mini-batches since the last reset, weighted by their samples.
         """
         if self.position_shape is None:
-            self._learn_positions(positions)
+            self.learn_positions(positions)
         window = self._window(positions)
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
@@ -195,7 +195,8 @@ class Population(nn.Module):
             batch.inverse_m,
         )
 
-    def _learn_positions(self, positions: tuple[int, ...]) -> None:
+    def learn_positions(self, positions: tuple[int, ...]) -> None:
+        """Keep statistics for these positions from now on; each starts with what is known so far."""
         if not positions:
             self.without_positions = True
             return
@@ -286,7 +287,7 @@ class Population(nn.Module):
                 return
             if known is None:
                 if positions:
-                    self._learn_positions(positions)
+                    self.learn_positions(positions)
             elif known and not positions:
                 shapes = self._shapes(known)
                 state_dict.update({prefix + name: _spread(t, name, shapes[name]) for name, t in saved.items()})

@@ -248,7 +248,8 @@ def _plain(
     y = formula.transform(rows, s, gamma, beta, **options)  # type: ignore[arg-type]
     if mask is not None:
         y = torch.where(mask[..., None], y, 0)
-    return y.movedim(-1, task.channel_dim), joined
+    y = y if task.channel_dim == y.dim() - 1 else y.movedim(-1, task.channel_dim)
+    return y if len(y) else y.clone(), joined
 
 
 # ---- by torch's own norms, as in native.py
@@ -285,15 +286,16 @@ class _Train(torch.autograd.Function):
         mean, var = joined_mean[here], joined_var[here]
         count, m = (total[here][..., at : at + 1].clamp(min=1) for at in range(2))
         w_B, w_F = formula.weights(1 / m, task.mix_eps, d, task.dim_scale)  # (*positions, 1)
-        y_B = torch.native_batch_norm(
+        y = columns.empty(x)  # no view of another tensor: those cannot be changed in place, as a ReLU behind may want
+        torch.ops.aten.native_batch_norm.out(
             seen, columns.spread(gamma * w_B), columns.spread(beta), columns.spread(mean), columns.spread(var),
-            False, 0.0, task.eps,
-        )[0]  # fmt: skip
-        y = columns.restore(y_B).movedim(task.channel_dim, -1).addcmul_(x_F, gamma * w_F)
+            False, 0.0, task.eps, out=columns.of(y), save_mean=x.new_empty(0), save_invstd=x.new_empty(0),
+        )  # fmt: skip
+        y.movedim(task.channel_dim, -1).addcmul_(x_F, gamma * w_F)
         ctx.task = task
         ctx.save_for_backward(x, gamma, mean, var, feature_mean, feature_rstd, w_B, w_F, count)
         ctx.mark_non_differentiable(joined_mean, joined_var, total)
-        return y.movedim(-1, task.channel_dim), joined_mean, joined_var, total
+        return y, joined_mean, joined_var, total
 
     @staticmethod
     @once_differentiable

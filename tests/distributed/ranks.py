@@ -59,7 +59,9 @@ class Ranks:
         if any("error" in answer for answer in answers):
             self.stop()  # others may still wait inside a collective
             raise AssertionError(
-                "\n".join(f"rank {rank}:\n{answer['error']}" for rank, answer in enumerate(answers) if "error" in answer)
+                "\n".join(
+                    f"rank {rank}:\n{answer['error']}" for rank, answer in enumerate(answers) if "error" in answer
+                )
             )
         return [answer["result"] for answer in answers]
 
@@ -124,6 +126,7 @@ def main(rank: str, world: str, meet: str) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch.*")
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # compiled DDP
                 answer = {"result": getattr(checks, name)(**arguments)}
         except BaseException:
             answer = {"error": traceback.format_exc()}

@@ -29,3 +29,60 @@ def against_the_oracle(ranks, **case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_gradients_and_population_are_those_of_one_process(ranks, dtype, per_position, masked):
     against_the_oracle(ranks, dtype=dtype, per_position=per_position, masked=masked)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("momentum", [None, 0.1])
+@pytest.mark.parametrize(("positions", "channel_dim"), [([], 1), ([3], -1), ([2, 3], -1)])
+def test_every_layout_type_and_momentum(two, dtype, momentum, positions, channel_dim):
+    for per_position in (True, False):
+        against_the_oracle(
+            two, dtype=dtype, momentum=momentum, positions=positions, channel_dim=channel_dim,
+            per_position=per_position, affine=momentum is None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_compiled_in_one_graph(two, masked):
+    against_the_oracle(two, shares=[[3, 4], [3, 4]], masked=masked, compiled=True, per_position=masked)
+
+
+def test_a_mini_batch_without_any_sample_teaches_nothing(ranks):
+    ranks.check("empty_everywhere")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_not_finite_on_one_rank_enters_nowhere(two, value):
+    two.check("not_finite_on_one_rank", value=float(value))
+
+
+def test_ranks_may_pad_sequences_to_different_lengths(ranks):
+    ranks.check("sequences_of_different_lengths", seed=random.randrange(2**31))
+
+
+@pytest.mark.parametrize("config", ["TTFF", "FFFF"])
+def test_eval_does_not_communicate(two, config):
+    two.check("eval_is_local", config=config)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_forward_and_backward_use_one_collective_each(two, masked):
+    two.check("collectives_are_one_each_way", masked=masked)
+
+
+def test_a_group_of_its_own_is_shared_by_copies_and_not_pickled(three):
+    three.check("a_group_of_some_ranks", seed=random.randrange(2**31))
+
+
+@pytest.mark.parametrize("how", ["ddp", "no_sync", "fsdp", "compiled", "ddp compiled", "checkpoint"])
+def test_a_net_trains_as_in_one_process(two, how):
+    two.check("net_against_one_process", seed=random.randrange(2**31), how=how)
+
+
+@pytest.mark.parametrize("how", ["ddp", "no_sync", "fsdp", "checkpoint"])
+def test_a_net_trains_with_ranks_that_have_no_data(three, how):
+    three.check("net_against_one_process", seed=random.randrange(2**31), how=how, empty=True)
+
+
+def test_converting_sync_batch_norm_keeps_its_group(two):
+    two.check("sync_batch_norm_hands_over_its_group")

@@ -40,7 +40,7 @@ def train(
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
 
     def variance(rstd: Tensor) -> Tensor:  # its rounding error is that of variance + eps, as which it is used
-        return rstd.detach().pow(-2).sub_(eps).clamp_(min=0)
+        return rstd.detach().pow(-2).sub(eps).clamp(min=0)
 
     if rows.is_contiguous():  # into memory that is there: a new page costs more than the sum that fills it
         y = y_F.add_(y_B.movedim(channel_dim, -1)).movedim(-1, channel_dim)
@@ -106,6 +106,11 @@ class Columns:
             value = value.movedim(-1, self.at - 1)
         # One feature would stay a view of stride 0, which the native backward reads past the end of.
         return value.expand(shape).contiguous().view(-1)
+
+    def beside(self, value: Tensor) -> Tensor:
+        """``spread``, in a shape that meets what ``of`` gives."""
+        value = self.spread(value)
+        return value.reshape(-1, *[1] * (len(self.shape) - 2)) if not self.per_position and self.at == 1 else value
 
     def features_last(self, value: Tensor) -> Tensor:
         """From one value for each column to ``(*positions, d)``, or ``(d,)``."""

@@ -285,6 +285,8 @@ class _Train(torch.autograd.Function):
         here = (slice(rows.shape[1]),) if task.positions else ()
         mean, var = joined_mean[here], joined_var[here]
         count, m = (total[here][..., at : at + 1].clamp(min=1) for at in range(2))
+        if functional.can_look(m) and bool((m == m.view(-1)[0]).all()):
+            count, m = count.view(-1)[:1], m.view(-1)[:1]  # the same everywhere: fewer, and faster, operations
         w_B, w_F = formula.weights(1 / m, task.mix_eps, d, task.dim_scale)  # (*positions, 1)
         y = columns.empty(x)  # no view of another tensor: those cannot be changed in place, as a ReLU behind may want
         torch.ops.aten.native_batch_norm.out(
@@ -304,12 +306,12 @@ class _Train(torch.autograd.Function):
         task: _Task = ctx.task
         d = len(gamma)
         columns = native.Columns(x, task.channel_dim, task.per_position)
-        seen = columns.of(x)
-        dx_B, dot, total = torch.ops.aten.native_batch_norm_backward(
-            columns.of(dy), seen, columns.spread(gamma * w_B), columns.spread(mean), columns.spread(var),
-            None, None, False, task.eps, [True, True, True],
+        seen, dy_seen = columns.of(x), columns.of(dy)
+        _, dot, total = torch.ops.aten.native_batch_norm_backward(
+            dy_seen, seen, None, columns.spread(mean), columns.spread(var), None, None, False, task.eps,
+            [False, True, True],
         )  # fmt: skip
-        dot, total = columns.features_last(dot), columns.features_last(total)  # of dy * x_B, and of dy
+        dot, total = columns.features_last(dot), columns.features_last(total)  # sums of dy * x_B, and of dy
 
         rows, dy_rows = x.movedim(task.channel_dim, -1), dy.movedim(task.channel_dim, -1)
         if w_F.numel() > 1:  # one for each position: layer norm's scale has none
@@ -328,8 +330,10 @@ class _Train(torch.autograd.Function):
         d_mean, d_var = (_fit(value, task.positions) for value in (-s * total, -0.5 * s * r * dot))
         d_mean, d_var = _add_up(d_mean, d_var, task.group)
         here = (slice(rows.shape[1]),) if task.positions else ()
-        slope = 2 * d_var[here] / count  # dx = ... + d_mean / count + slope * (x - mean)
+        # Of the batch part, s * dy + d_mean / count + slope * (x - mean).
+        slope = 2 * d_var[here] / count
         offset = d_mean[here] / count - slope * mean
-        dx = columns.restore(dx_B).movedim(task.channel_dim, -1)
-        dx.addcmul_(rows, slope).add_(offset).add_(dx_F)
-        return dx.movedim(-1, task.channel_dim), d_gamma, d_beta, None
+        dx = torch.addcmul(columns.beside(offset), seen, columns.beside(slope))
+        dx = columns.restore(dx.addcmul_(dy_seen, columns.beside(s)))
+        dx.movedim(task.channel_dim, -1).add_(dx_F)
+        return dx, d_gamma, d_beta, None

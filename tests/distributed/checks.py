@@ -176,6 +176,18 @@ def sequences_of_different_lengths(seed: int) -> None:
     assert_population(layer, expected, 4.0, 64)
 
 
+def changed_in_place() -> None:
+    """As a ReLU behind, or a residual sum, may do."""
+    for channel_dim, shape in ((1, (4, 3, 2)), (-1, (4, 2, 3)), (1, (4, 3))):
+        for per_position in (True, False):
+            layer = bln.BatchLayerNorm(3, channel_dim=channel_dim, per_position=per_position, process_group="world")
+            x = torch.randn(shape, requires_grad=True)
+            layer(x).add_(x).relu_().sum().backward()
+            changed, x.grad = x.grad, None
+            (layer(x) + x).relu().sum().backward()
+            torch.testing.assert_close(changed, x.grad)
+
+
 def eval_is_local(config: str) -> None:
     """Only rank 0 runs the layer in eval(): it would wait for ever if that took the others."""
     layer = bln.BatchLayerNorm(3, process_group="world", config=config)

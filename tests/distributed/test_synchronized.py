@@ -1,8 +1,10 @@
 """Synchronized statistics: ranks together do what one process with all samples does."""
 
 import random
+import time
 
 import pytest
+from ranks import HERE, start
 
 SHARES = {
     "two": [[4, 4], [1, 6], [0, 5], [7, 0], [1, 1]],
@@ -86,3 +88,27 @@ def test_a_net_trains_with_ranks_that_have_no_data(three, how):
 
 def test_converting_sync_batch_norm_keeps_its_group(two):
     two.check("sync_batch_norm_hands_over_its_group")
+
+
+@pytest.mark.parametrize(("what", "world"), [("train", 3), ("hang", 2), ("calibrate", 2)])
+def test_a_lost_rank_fails_the_others_with_a_clear_error(tmp_path, what, world):
+    """Killed, the others hear of it at once; stopped, when the group's timeout of 10 s is over."""
+    processes = start([str(HERE / "killed.py"), what], world, str(tmp_path))
+    try:
+        began = time.monotonic()
+        outputs = [process.communicate(timeout=100)[0] for process in processes[:-1]]
+        assert time.monotonic() - began < 90
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+    for rank, output in enumerate(outputs):
+        assert f"caught rank {rank} of {world}" in output, output
+        assert "has died" in output
+        assert output.rstrip().endswith("done")
+
+
+def test_the_output_may_be_changed_in_place(two):
+    two.check("changed_in_place")

@@ -143,7 +143,7 @@ def _fit(value: Tensor, positions: tuple[int, ...]) -> Tensor:
 def _sums(entries: int | Tensor, m: int | Tensor, feature_mean: Tensor, feature_var: Tensor, over: Any) -> Tensor:
     """What ranks only have to add: entries, samples, and sums of the feature statistics, ``(*positions, 4)``."""
     features = [value.sum(over) for value in (feature_mean, feature_var)]
-    counts = [c.to(features[0].dtype) if isinstance(c, Tensor) else features[0].new_tensor(c) for c in (entries, m)]
+    counts = [c.to(features[0].dtype) if isinstance(c, Tensor) else features[0].new_full((), c) for c in (entries, m)]
     return torch.stack([*(c.expand(features[0].shape) for c in counts), *features], -1)
 
 
@@ -291,7 +291,7 @@ class _Train(torch.autograd.Function):
         y = columns.empty(x)  # no view of another tensor: those cannot be changed in place, as a ReLU behind may want
         torch.ops.aten.native_batch_norm.out(
             seen, columns.spread(gamma * w_B), columns.spread(beta), columns.spread(mean), columns.spread(var),
-            False, 0.0, task.eps, out=columns.of(y), save_mean=x.new_empty(0), save_invstd=x.new_empty(0),
+            False, 0.0, task.eps, out=columns.of(y), save_mean=x.new_empty(0), save_invstd=x.new_empty(own_var.numel()),
         )  # fmt: skip
         y.movedim(task.channel_dim, -1).addcmul_(x_F, gamma * w_F)
         ctx.task = task
@@ -308,8 +308,8 @@ class _Train(torch.autograd.Function):
         columns = native.Columns(x, task.channel_dim, task.per_position)
         seen, dy_seen = columns.of(x), columns.of(dy)
         _, dot, total = torch.ops.aten.native_batch_norm_backward(
-            dy_seen, seen, None, columns.spread(mean), columns.spread(var), None, None, False, task.eps,
-            [False, True, True],
+            dy_seen, seen, columns.spread(gamma), columns.spread(mean), columns.spread(var), None, None, False,
+            task.eps, [False, True, True],
         )  # fmt: skip
         dot, total = columns.features_last(dot), columns.features_last(total)  # sums of dy * x_B, and of dy
 

@@ -45,6 +45,12 @@ def test_every_layout_type_and_momentum(two, dtype, momentum, positions, channel
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+def test_without_looking_at_counts_as_on_a_gpu(two, per_position, masked):
+    against_the_oracle(two, per_position=per_position, masked=masked, looking=False)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 def test_compiled_in_one_graph(two, masked):
     against_the_oracle(two, shares=[[3, 4], [3, 4]], masked=masked, compiled=True, per_position=masked)
 

@@ -186,15 +186,25 @@ def _add_up(d_mean: Tensor, d_var: Tensor, group: ProcessGroup) -> tuple[Tensor,
     return message[..., : d_mean.shape[-1]], message[..., d_mean.shape[-1] :]
 
 
+def _counts(sums: Tensor) -> tuple[Any, Any]:
+    """Entries and samples, ``(*positions, 1)``, to divide by; numbers, where they are the same and can be looked at."""
+    entries, m = sums[..., :1], sums[..., 1:2]
+    if functional.can_look(m):
+        first = m.reshape(-1)[0]
+        if m.numel() == 1 or bool((m == first).all()):
+            return max(entries.reshape(-1)[0].item(), 1.0), max(first.item(), 1.0)
+    return entries.clamp(min=1), m.clamp(min=1)
+
+
 def _joined(mean: Tensor, var: Tensor, sums: Tensor) -> Joined:
     """For the population, from what ``_join`` gave."""
     entries, m, feature_mean, feature_var = sums.unbind(-1)
+    counts: tuple[int | Tensor, int | Tensor] = entries.long(), m.long()
+    if functional.can_look(m) and (m.numel() == 1 or bool((m == m.view(-1)[0]).all())):
+        counts = int(entries.view(-1)[0]), int(m.view(-1)[0])
     some = entries.clamp(min=1)
     features = (feature_mean / some)[None], (feature_var / some)[None]
-    statistics = Statistics(mean, var, *features, 1 / m.clamp(min=1))
-    if functional.can_look(m) and bool((m == m.view(-1)[0]).all()):
-        return Joined(statistics, int(m.view(-1)[0]), int(entries.view(-1)[0]))
-    return Joined(statistics, m.long(), entries.long())
+    return Joined(Statistics(mean, var, *features, 1 / m.clamp(min=1)), counts[1], counts[0])
 
 
 # ---- by plain operators
@@ -284,9 +294,7 @@ class _Train(torch.autograd.Function):
 
         here = (slice(rows.shape[1]),) if task.positions else ()
         mean, var = joined_mean[here], joined_var[here]
-        count, m = (total[here][..., at : at + 1].clamp(min=1) for at in range(2))
-        if functional.can_look(m) and bool((m == m.view(-1)[0]).all()):
-            count, m = count.view(-1)[:1], m.view(-1)[:1]  # the same everywhere: fewer, and faster, operations
+        count, m = _counts(total[here])
         w_B, w_F = formula.weights(1 / m, task.mix_eps, d, task.dim_scale)  # (*positions, 1)
         y = columns.empty(x)  # no view of another tensor: those cannot be changed in place, as a ReLU behind may want
         torch.ops.aten.native_batch_norm.out(
@@ -294,16 +302,17 @@ class _Train(torch.autograd.Function):
             False, 0.0, task.eps, out=columns.of(y), save_mean=x.new_empty(0), save_invstd=x.new_empty(own_var.numel()),
         )  # fmt: skip
         y.movedim(task.channel_dim, -1).addcmul_(x_F, gamma * w_F)
-        ctx.task = task
-        ctx.save_for_backward(x, gamma, mean, var, feature_mean, feature_rstd, w_B, w_F, count)
+        ctx.task, ctx.numbers = task, (w_B, w_F, count)
+        ctx.save_for_backward(x, gamma, mean, var, feature_mean, feature_rstd)
         ctx.mark_non_differentiable(joined_mean, joined_var, total)
         return y, joined_mean, joined_var, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, gamma, mean, var, feature_mean, feature_rstd, w_B, w_F, count = ctx.saved_tensors
+        x, gamma, mean, var, feature_mean, feature_rstd = ctx.saved_tensors
         task: _Task = ctx.task
+        w_B, w_F, count = ctx.numbers
         d = len(gamma)
         columns = native.Columns(x, task.channel_dim, task.per_position)
         seen, dy_seen = columns.of(x), columns.of(dy)
@@ -314,7 +323,7 @@ class _Train(torch.autograd.Function):
         dot, total = columns.features_last(dot), columns.features_last(total)  # sums of dy * x_B, and of dy
 
         rows, dy_rows = x.movedim(task.channel_dim, -1), dy.movedim(task.channel_dim, -1)
-        if w_F.numel() > 1:  # one for each position: layer norm's scale has none
+        if isinstance(w_F, Tensor) and w_F.numel() > 1:  # one for each position: layer norm's scale has none
             dy_rows, w_F = dy_rows * w_F, 1
         dx_F, scale_F, _ = torch.ops.aten.native_layer_norm_backward(
             dy_rows, rows, (d,), feature_mean, feature_rstd, gamma * w_F, None, [True, True, False]

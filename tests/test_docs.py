@@ -1,4 +1,7 @@
-"""Every Python block of the README and the docs runs, page by page, from top to bottom."""
+"""Every Python block of the README and the docs runs, page by page, from top to bottom.
+
+What is for several processes runs there, in tests/distributed.
+"""
 
 import re
 import warnings
@@ -8,13 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SEVERAL_PROCESSES = ROOT / "docs/distributed.md"
 
 
 def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p) and p != SEVERAL_PROCESSES], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "page"}

@@ -73,8 +73,9 @@ def search(
         robust: Rank by the worst of these cases.
         sampler: With ``per_layer``, ``"tpe"``, ``"random"``, ``"grid"`` or an Optuna sampler in place of coordinate
             descent.
-        storage: Where Optuna keeps the study: a URL such as ``"sqlite:///study.db"``. The same call again resumes it
-            after a kill, and several processes or machines can make it at once.
+        storage: Where Optuna keeps the study: any URL it takes, such as ``"sqlite:///study.db"`` or one of a database
+            server, or a storage object. The same call again resumes it after a kill, and several processes or
+            machines can make it at once.
         study: The study's name in the storage.
         trials: How many trials the study should have in the end; ``None`` is 16 for each layer.
         step: ``step(model, batch) -> (outputs, targets)`` for batches or models unlike these.

@@ -186,25 +186,27 @@ def _add_up(d_mean: Tensor, d_var: Tensor, group: ProcessGroup) -> tuple[Tensor,
     return message[..., : d_mean.shape[-1]], message[..., d_mean.shape[-1] :]
 
 
-def _counts(sums: Tensor) -> tuple[Any, Any]:
-    """Entries and samples, ``(*positions, 1)``, to divide by; numbers, where they are the same and can be looked at."""
-    entries, m = sums[..., :1], sums[..., 1:2]
-    if functional.can_look(m):
-        first = m.reshape(-1)[0]
-        if m.numel() == 1 or bool((m == first).all()):
-            return max(entries.reshape(-1)[0].item(), 1.0), max(first.item(), 1.0)
-    return entries.clamp(min=1), m.clamp(min=1)
+def _number(count: Tensor) -> int | None:
+    """The count, where it is the same at all positions and can be looked at: that saves operations."""
+    if not functional.can_look(count):
+        return None
+    first = count.view(-1)[0]
+    return int(first) if count.numel() == 1 or bool((count == first).all()) else None
 
 
 def _joined(mean: Tensor, var: Tensor, sums: Tensor) -> Joined:
     """For the population, from what ``_join`` gave."""
-    entries, m, feature_mean, feature_var = sums.unbind(-1)
-    counts: tuple[int | Tensor, int | Tensor] = entries.long(), m.long()
-    if functional.can_look(m) and (m.numel() == 1 or bool((m == m.view(-1)[0]).all())):
-        counts = int(entries.view(-1)[0]), int(m.view(-1)[0])
-    some = entries.clamp(min=1)
-    features = (feature_mean / some)[None], (feature_var / some)[None]
-    return Joined(Statistics(mean, var, *features, 1 / m.clamp(min=1)), counts[1], counts[0])
+    entries, m = sums[..., 0], sums[..., 1]
+    same = _number(m)
+    if same is None:
+        features = sums[..., 2:] / entries.clamp(min=1)[..., None]
+        counts: tuple[int | Tensor, int | Tensor] = m.long(), entries.long()
+        inverse_m = 1 / m.clamp(min=1)
+    else:
+        counts = same, int(entries.view(-1)[0])
+        features = sums[..., 2:] / max(counts[1], 1)
+        inverse_m = sums.new_full(m.shape, 1 / max(same, 1))
+    return Joined(Statistics(mean, var, features[None, ..., 0], features[None, ..., 1], inverse_m), *counts)
 
 
 # ---- by plain operators
@@ -269,15 +271,15 @@ def _native(x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: _Task) -
     d = x.shape[task.channel_dim]
     gamma = x.new_ones(d) if gamma is None else gamma
     beta = x.new_zeros(d) if beta is None else beta
-    y, mean, var, sums = _Train.apply(x, gamma, beta, task)  # type: ignore[no-untyped-call]
-    return y, _joined(mean, var, sums)
+    y, joined = _Train.apply(x, gamma, beta, task)  # type: ignore[no-untyped-call]
+    return y, joined
 
 
 class _Train(torch.autograd.Function):
     """Batch norm with statistics from outside, plus layer norm; keeps the input and the statistics for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, task: _Task) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, task: _Task) -> tuple[Tensor, Joined]:
         rows = x.movedim(task.channel_dim, -1)
         n, d = rows.shape[0], rows.shape[-1]
         columns = native.Columns(x, task.channel_dim, task.per_position)
@@ -292,29 +294,34 @@ class _Train(torch.autograd.Function):
         own_mean, squares, sums = (_fit(value, task.positions) for value in (own_mean, own_var * entries, sums))
         joined_mean, joined_var, total = _join(own_mean, squares, sums, task.group)
 
+        joined = _joined(joined_mean, joined_var, total)
         here = (slice(rows.shape[1]),) if task.positions else ()
         mean, var = joined_mean[here], joined_var[here]
-        count, m = _counts(total[here])
-        w_B, w_F = formula.weights(1 / m, task.mix_eps, d, task.dim_scale)  # (*positions, 1)
+        inverse_m: Any
+        count: Any
+        if isinstance(joined.m, Tensor):
+            inverse_m, count = joined.statistics.inverse_m[here][..., None], total[here][..., :1].clamp(min=1)
+        else:
+            inverse_m, count = 1 / joined.m, joined.entries
+        w_B, w_F = formula.weights(inverse_m, task.mix_eps, d, task.dim_scale)
         y = columns.empty(x)  # no view of another tensor: those cannot be changed in place, as a ReLU behind may want
         torch.ops.aten.native_batch_norm.out(
             seen, columns.spread(gamma * w_B), columns.spread(beta), columns.spread(mean), columns.spread(var),
             False, 0.0, task.eps, out=columns.of(y), save_mean=x.new_empty(0), save_invstd=x.new_empty(own_var.numel()),
         )  # fmt: skip
         y.movedim(task.channel_dim, -1).addcmul_(x_F, gamma * w_F)
-        ctx.task, ctx.numbers = task, (w_B, w_F, count)
+        ctx.task, ctx.columns, ctx.numbers = task, columns, (w_B, w_F, count)
         ctx.save_for_backward(x, gamma, mean, var, feature_mean, feature_rstd)
-        ctx.mark_non_differentiable(joined_mean, joined_var, total)
-        return y, joined_mean, joined_var, total
+        return y, joined
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, gamma, mean, var, feature_mean, feature_rstd = ctx.saved_tensors
         task: _Task = ctx.task
+        columns: native.Columns = ctx.columns
         w_B, w_F, count = ctx.numbers
         d = len(gamma)
-        columns = native.Columns(x, task.channel_dim, task.per_position)
         seen, dy_seen = columns.of(x), columns.of(dy)
         _, dot, total = torch.ops.aten.native_batch_norm_backward(
             dy_seen, seen, columns.spread(gamma), columns.spread(mean), columns.spread(var), None, None, False,

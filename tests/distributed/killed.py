@@ -12,7 +12,7 @@ import bln
 
 
 def main(what: str, rank: str, world: str, meet: str) -> None:
-    join(int(rank), int(world), meet, timeout=10)
+    join(int(rank), int(world), meet, timeout=6)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), bln.BatchLayerNorm(4, process_group="world"), nn.Linear(4, 1))
 
     def batches():

@@ -180,6 +180,8 @@ class BatchLayerNorm(nn.Module):
     ) -> Tensor:
         """Training on the samples of all ranks."""
         kept = self.population.positions_for(positions)
+        if self.population.position_shape is None:
+            synchronized.agree_on(positions, group, x.device)  # once
         y, joined = synchronized.train(
             x,
             self.weight,

@@ -133,6 +133,20 @@ def train(
 # ---- messages
 
 
+def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.device) -> None:
+    """Refuse positions that are not those of all ranks, before a layer learns them: messages would not fit together."""
+    if torch.compiler.is_compiling():
+        return
+    sizes = (*positions, *[0] * 8)[:8]
+    everyones = _gather(torch.tensor(sizes, device=device), group).tolist()
+    if any(other != everyones[0] for other in everyones):
+        known = [tuple(size for size in sizes if size) for sizes in everyones]
+        raise ValueError(
+            f"ranks have inputs with different positions, {known}, and the layer keeps statistics for each. Ways out: "
+            "(1) position_shape= the longest sequence there will be; (2) per_position=False; (3) pad to one shape"
+        )
+
+
 def _fit(value: Tensor, positions: tuple[int, ...]) -> Tensor:
     """With zeros where a sequence has fewer positions than statistics are kept for."""
     if not positions or value.shape[0] == positions[0]:

@@ -211,8 +211,16 @@ def eval_is_local(config: str) -> None:
         assert torch.equal(layer(x), alone(x))
 
 
+def sequences_of_unknown_lengths() -> str:
+    layer = bln.BatchLayerNorm(5, channel_dim=-1, process_group="world")
+    before = copy.deepcopy(layer.state_dict())
+    text = said(lambda: layer(torch.randn(3, 7 - dist.get_rank(), 5)))
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    return text
+
+
 def collectives_are_one_each_way(masked: bool) -> None:
-    layer = bln.BatchLayerNorm(3, process_group="world")
+    layer = bln.BatchLayerNorm(3, process_group="world", position_shape=2)
     mask = torch.ones(4, 2, dtype=torch.bool) if masked else None
     calls: list[str] = []
     kept = {name: getattr(dist, name) for name in ("all_gather_single", "all_reduce", "all_gather", "broadcast")}

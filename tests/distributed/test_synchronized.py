@@ -68,6 +68,12 @@ def test_ranks_may_pad_sequences_to_different_lengths(ranks):
     ranks.check("sequences_of_different_lengths", seed=random.randrange(2**31))
 
 
+def test_different_positions_are_refused_on_all_ranks_before_they_are_learned(two):
+    assert all(
+        "[(7,), (6,)]" in text and "position_shape=" in text for text in two.check("sequences_of_unknown_lengths")
+    )
+
+
 @pytest.mark.parametrize("config", ["TTFF", "FFFF"])
 def test_eval_does_not_communicate(two, config):
     two.check("eval_is_local", config=config)

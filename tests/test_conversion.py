@@ -50,15 +50,28 @@ def test_the_function_is_kept_up_to_mix_eps(norm, shape, per_position):
     assert (layer(x) - expected).abs().max() > 0, "the test compares a layer with itself"
 
 
-def test_sync_batch_norm_is_converted_and_said_to_be_no_longer_synchronized():
+def test_sync_batch_norm_stays_synchronized():
     norm = nn.SyncBatchNorm(6)
     norm.running_mean.normal_()
     norm.eval()
     x = torch.randn(4, 6, 5)
     expected = nn.functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-    with pytest.warns(UserWarning, match="no longer synchronized"):
-        layer = bln.convert(norm)
+    layer = bln.convert(norm)
+    assert layer.process_group == "world"
     torch.testing.assert_close(layer(x), expected, atol=1e-3, rtol=0)
+
+
+def test_process_group_is_given_to_all_layers_and_changes_nothing_else():
+    model = nn.Sequential(nn.BatchNorm1d(3), BatchLayerNorm(3, config="FTFF"), nn.LayerNorm(3))
+    model(torch.randn(4, 3))
+    layer, before = model[1], copy.deepcopy(model[1].state_dict())
+    assert bln.convert(model, process_group="world") is model
+    assert [module.process_group for module in model] == ["world"] * 3
+    assert model[1] is layer
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    bln.convert(model)
+    assert layer.process_group == "world"
+    assert bln.convert(BatchLayerNorm(3), process_group="world").process_group == "world"
 
 
 @pytest.mark.parametrize(("norm", "shape"), FUNCTION_KEPT[:5])

@@ -1,4 +1,7 @@
-"""Every Python block of the README and the docs runs, page by page, from top to bottom."""
+"""Every Python block of the README and the docs runs, page by page, from top to bottom.
+
+What is for several processes runs there, in tests/distributed.
+"""
 
 import json
 import re
@@ -9,7 +12,7 @@ import matplotlib
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"frameworks.md"}  # needs Keras and Flax: tests/integrations runs it
+ELSEWHERE = {"frameworks.md", "distributed.md"}  # tests/integrations and tests/distributed run them
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

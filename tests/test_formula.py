@@ -34,6 +34,22 @@ def test_bessel_is_one_for_a_single_sample():
     assert formula.bessel(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("asarray", [np.asarray, torch.as_tensor])
+def test_parts_are_combined_without_cancellation(rng, asarray):
+    """A large mean, and parts without entries."""
+    sizes = [3, 0, 1, 7]
+    x = rng.normal(size=(sum(sizes), 4)) + 1e8
+    parts = np.split(x, np.cumsum(sizes)[:-1])
+    means = [part.mean(0) if len(part) else np.zeros(4) for part in parts]
+    squares = [((part - mean) ** 2).sum(0) for part, mean in zip(parts, means, strict=True)]
+    counts = np.array(sizes, float)[:, None]
+    mean, var = formula.combine(*(asarray(np.array(value)) for value in (counts, means, squares)))
+    np.testing.assert_allclose(np.asarray(mean), x.mean(0), rtol=1e-15)
+    np.testing.assert_allclose(np.asarray(var), x.var(0), rtol=1e-6)  # the means round to 1e-8 of a deviation
+    nothing = asarray(np.zeros((2, 1)))
+    assert [float(value[0]) for value in formula.combine(nothing, nothing, nothing)] == [0, 0]
+
+
 def test_configurations_read_as_they_are_written():
     configs = list(StatisticsConfig.all())
     assert len(set(configs)) == 16

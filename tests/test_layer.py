@@ -517,3 +517,39 @@ def test_training_with_bln_learns():
         optimizer.step()
     bln.calibrate(net, [x], progress=False)
     assert ((net.eval()(x)[:, 0] > 0) == target.bool()).float().mean() > 0.95
+
+
+class TestProcessGroup:
+    """Without other processes; those are in tests/distributed."""
+
+    def test_the_world_is_this_process_until_there_is_a_group(self):
+        alone, layer = BatchLayerNorm(3), BatchLayerNorm(3, process_group="world")
+        x = torch.randn(4, 3, 2)
+        assert torch.equal(layer(x), alone(x))
+        assert_same_state(layer, state(alone))
+        with pytest.raises(ValueError, match="empty"):
+            layer(x[:0])
+
+    def test_it_travels_with_copies_and_shows(self):
+        layer = BatchLayerNorm(3, process_group="world")
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert other.process_group == "world"
+        assert "process_group='world'" in repr(layer)
+        layer.process_group = None
+        assert layer.process_group is None
+        assert "process_group" not in repr(layer)
+
+    def test_anything_else_is_refused(self):
+        with pytest.raises(ValueError, match="'world' or None, got 'all'"):
+            BatchLayerNorm(3, process_group="all")
+        with pytest.raises(TypeError, match="got 7"):
+            BatchLayerNorm(3, process_group=7)
+
+    def test_averaging_without_other_processes_changes_nothing(self):
+        layer = BatchLayerNorm(3)
+        layer(torch.randn(4, 3, 2))
+        before = state(layer)
+        bln.average_statistics(layer)
+        assert_same_state(layer, before)
+        with pytest.raises(ValueError, match="no BatchLayerNorm"):
+            bln.average_statistics(torch.nn.Linear(2, 2))

@@ -19,7 +19,7 @@ from .formula import Statistics
 from .freezing import FreezeReport, freeze
 from .insertion import insert
 from .layer import BatchLayerNorm
-from .model import calibrate, configure, layers, reset_statistics
+from .model import average_statistics, calibrate, configure, layers, reset_statistics
 from .pretrained import load_pretrained
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [
     "SearchResult",
     "Statistics",
     "StatisticsConfig",
+    "average_statistics",
     "calibrate",
     "callbacks",
     "configure",

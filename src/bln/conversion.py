@@ -6,18 +6,26 @@ import math
 import re
 import warnings
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .layer import BatchLayerNorm
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
+def convert(
+    model: nn.Module,
+    *,
+    per_position: bool = False,
+    process_group: ProcessGroup | Literal["world"] | None = None,
+) -> nn.Module:
     """Replace BatchNorm, LayerNorm, GroupNorm and InstanceNorm layers by BLN, in place.
 
     The function is kept where BLN can express it, so a pretrained net gives the same outputs in ``eval()`` up to
@@ -29,10 +37,15 @@ def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
     not: they are replaced too, but their function changes until the net is trained. A warning names those, and the
     layers that look like norms and could not be converted.
 
+    With ``process_group`` all BLN layers are synchronized over its ranks: those made here, and those that were there,
+    which keep statistics, parameters and configuration.
+
     Args:
         model: Any module. If it is itself a norm, use what is returned.
         per_position: As in ``BatchLayerNorm``. The default pools batch statistics over positions, as BatchNorm
             does; converted layers never divide by the root of the number of features (``dim_scale=False``).
+        process_group: As in ``BatchLayerNorm``. ``None`` leaves BLN layers as they are, and gives those made of a
+            ``SyncBatchNorm`` its group.
 
     Returns:
         The model.
@@ -55,7 +68,7 @@ def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
         if kind in _BATCH_NORMS:
             replacements[module] = _from_batch_norm(module, like, per_position)
             if kind is nn.SyncBatchNorm:
-                notes.append(f"{name}: statistics are no longer synchronized over processes")
+                replacements[module].process_group = module.process_group or "world"
             if per_position and module.running_mean is None:
                 notes.append(f"{name}: its function changes, {module} pooled a mini-batch over positions; train it")
         elif kind in _INSTANCE_NORMS and module.running_mean is not None:
@@ -75,11 +88,14 @@ def convert(model: nn.Module, *, per_position: bool = False) -> nn.Module:
         for name, child in parent._modules.items():
             if child in replacements:
                 setattr(parent, name, replacements[child])
-    for module in model.modules():
+    converted = replacements.get(model, model)
+    for module in converted.modules():
         _leave_fast_path(module)
+        if isinstance(module, BatchLayerNorm) and process_group is not None:
+            module.process_group = process_group
     if notes:
         warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
-    return replacements.get(model, model)
+    return converted
 
 
 def _like(norm: Any, like: Tensor, num_features: int, **kwargs: Any) -> BatchLayerNorm:

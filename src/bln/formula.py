@@ -96,3 +96,15 @@ def choose(
 def bessel(count: Any) -> Any:
     """The factor ``count / (count - 1)`` of eqs 5, 19 and 21, for counts from 1 on; 1 where the count is 1."""
     return count / (abs(count - 1.5) + 0.5)  # max(count - 1, 1) in operators: booleans and 0 ** 0 are not for all
+
+
+def combine(counts: Any, means: Any, squares: Any) -> tuple[Any, Any]:
+    """Chan's formula: mean and biased variance of several parts together, no two large numbers subtracted.
+
+    ``counts``, ``means`` and ``squares``, the sums of squares around each part's own mean, have parts along their first
+    axis; a part without entries holds zeros.
+    """
+    total = counts.sum(0)
+    total = total + 1 * (total == 0)
+    mean = (counts * means).sum(0) / total
+    return mean, (squares + counts * (means - mean) ** 2).sum(0) / total

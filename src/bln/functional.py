@@ -139,8 +139,11 @@ def _import_kernels() -> ModuleType | None:
         return None
 
 
-def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:
-    """Refuse what cannot be normalized; returns the dimension of features counted from the front."""
+def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: bool = False) -> int:
+    """Refuse what cannot be normalized; returns the dimension of features counted from the front.
+
+    Where statistics are synchronized, other ranks may have the samples that this one lacks.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a torch.Tensor as input, got {type(x).__name__}")
     shape = tuple(x.shape)
@@ -151,7 +154,7 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:
             f"expected an input (N, C), (N, C, *positions) or, with channel_dim=-1, (N, *positions, C); "
             f"got shape {shape} with channel_dim={channel_dim}. A single sample needs its own dimension: x[None]"
         )
-    if x.numel() == 0:
+    if x.numel() == 0 and not (synchronized and 0 not in shape[1:]):
         raise ValueError(f"cannot normalize an empty input, got shape {shape}; skip empty batches")
     channel_dim %= len(shape)
     if mask is None:
@@ -165,7 +168,7 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int) -> int:
             f"expected a mask of shape {expected}, (N, *positions) of the input {shape} with features at dimension "
             f"{channel_dim}; got {tuple(mask.shape)}"
         )
-    if can_look(mask) and not mask.any():
+    if not synchronized and can_look(mask) and not mask.any():
         raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")
     return channel_dim
 
@@ -191,7 +194,12 @@ def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tupl
     if per_position:
         m = mask.sum(0)
         return m, m
-    return mask.reshape(shape[0], -1).any(1).sum(), mask.sum()
+    return mask.reshape(shape[0], math.prod(shape[1:])).any(1).sum(), mask.sum()
+
+
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """To divide by."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def current(
@@ -199,7 +207,7 @@ def current(
 ) -> Statistics:
     """Eqs 10-13, of features-last ``rows`` whose hidden entries are 0; only what ``config`` asks for."""
     m, entries = count(rows.shape[:-1], mask, per_position)
-    m, entries = (c.clamp(min=1) if isinstance(c, Tensor) else c for c in (m, entries))
+    m, entries = (at_least_one(c) for c in (m, entries))
     batch_mean = batch_var = feature_mean = feature_var = None
 
     if config is None or config.uses_batch:

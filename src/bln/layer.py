@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from . import functional
+from . import functional, synchronized
 from .config import StatisticsConfig
 from .population import Population
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class BatchLayerNorm(nn.Module):
@@ -43,6 +46,9 @@ class BatchLayerNorm(nn.Module):
         config: The statistics ``eval()`` uses, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. With
             ``TT..`` a prediction does not depend on the rest of its batch.
         dim_scale: Divide by the root of ``num_features``, as the paper does.
+        process_group: In training, take batch statistics and ``m`` over all ranks of this ``torch.distributed`` group;
+            ``"world"`` is the default group, once there is one. A rank may hold any number of samples, none
+            included. In ``eval()`` ranks do not talk: current statistics are those of the rank's own batch.
         device: Of parameters and statistics.
         dtype: Of the parameters; statistics are float64 where this is, else float32.
 
@@ -78,6 +84,7 @@ class BatchLayerNorm(nn.Module):
         bias: bool = True,
         config: StatisticsConfig | str = "TTFF",
         dim_scale: bool = True,
+        process_group: ProcessGroup | Literal["world"] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -106,6 +113,7 @@ class BatchLayerNorm(nn.Module):
         self.momentum = momentum
         self.dim_scale = dim_scale
         self.config = config
+        self.process_group = process_group
         for name, wanted in (("weight", affine), ("bias", affine and bias)):
             parameter = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if wanted else None
             self.register_parameter(name, parameter)
@@ -122,9 +130,21 @@ class BatchLayerNorm(nn.Module):
     def config(self, value: StatisticsConfig | str) -> None:
         self._config = StatisticsConfig.parse(value)
 
+    @property
+    def process_group(self) -> ProcessGroup | Literal["world"] | None:
+        """The ranks that training takes statistics over; assign ``None`` for this process alone."""
+        return None if self._group is None else self._group.given
+
+    @process_group.setter
+    def process_group(self, value: ProcessGroup | Literal["world"] | None) -> None:
+        self._group = None if value is None else synchronized.Group(value)
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
-        channel_dim = functional.check(x, mask, self.channel_dim)
+        group = self._group.resolve() if self.training and self._group is not None else None
+        if group is not None and group.size() == 1:
+            group = None
+        channel_dim = functional.check(x, mask, self.channel_dim, synchronized=group is not None)
         shape = list(x.shape)
         if shape.pop(channel_dim) != self.num_features:
             raise ValueError(
@@ -132,6 +152,8 @@ class BatchLayerNorm(nn.Module):
                 f"an input of shape {tuple(x.shape)}. If features stand elsewhere, pass channel_dim="
             )
         positions = tuple(shape[1:]) if self.per_position else ()
+        if group is not None:
+            return self._synchronized(x, mask, channel_dim, positions, group)
         m, entries = functional.count(shape, mask, self.per_position)
 
         population = None if self.training else self.population.statistics(positions, m)
@@ -151,6 +173,30 @@ class BatchLayerNorm(nn.Module):
         )
         if self.training and not _recomputing():
             self.population.update(statistics, m, entries, mask, positions, self.momentum)
+        return y
+
+    def _synchronized(
+        self, x: Tensor, mask: Tensor | None, channel_dim: int, positions: tuple[int, ...], group: ProcessGroup
+    ) -> Tensor:
+        """Training on the samples of all ranks."""
+        kept = self.population.positions_for(positions)
+        if self.population.position_shape is None:
+            synchronized.agree_on(positions, group, x.device)  # once
+        y, joined = synchronized.train(
+            x,
+            self.weight,
+            self.bias,
+            mask,
+            channel_dim=channel_dim,
+            per_position=self.per_position,
+            positions=kept,
+            eps=self.eps,
+            mix_eps=self.mix_eps,
+            dim_scale=self.dim_scale,
+            group=group,
+        )
+        if not _recomputing():
+            self.population.update(joined.statistics, joined.m, joined.entries, None, kept, self.momentum)
         return y
 
     def reset_statistics(self) -> None:
@@ -204,6 +250,8 @@ class BatchLayerNorm(nn.Module):
             shown.append("affine=False")
         elif self.bias is None:
             shown.append("bias=False")
+        if self._group is not None:
+            shown.append(f"process_group={self._group!r}")
         return ", ".join(shown)
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from .config import StatisticsConfig
 from .layer import BatchLayerNorm
 from .progress import track
+from .ranks import Ranks, merge
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Step = Callable[[nn.Module, Any], Any]
 
@@ -58,7 +62,33 @@ def reset_statistics(model: nn.Module) -> None:
         layer.reset_statistics()
 
 
-def calibrate(model: nn.Module, batches: Iterable[Any], *, step: Step | None = None, progress: bool = True) -> None:
+def average_statistics(model: nn.Module, process_group: ProcessGroup | Literal["world"] = "world") -> None:
+    """Average the population statistics of unsynchronized layers over ranks, before evaluation.
+
+    Under ``DistributedDataParallel`` each rank learns the statistics of its own samples. This call, made on all ranks,
+    gives all of them the averages, weighted by samples; a rank where a layer saw nothing does not count. Wrap the model
+    with ``broadcast_buffers=False``, else rank 0's statistics replace all others at every forward.
+
+    Each rank's counters become its share, the total over the number of ranks: training goes on from here, and
+    the next call counts no mini-batch twice.
+
+    Args:
+        model: A model with BLN layers, the same on all ranks.
+        process_group: The ranks; ``"world"`` is the default group. Without ``torch.distributed`` nothing happens.
+    """
+    ranks = Ranks(process_group, model)
+    with ranks.guard():
+        merge(required_layers(model), ranks, share=True)
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    step: Step | None = None,
+    process_group: ProcessGroup | Literal["world"] | None = None,
+    progress: bool = True,
+) -> None:
     """Recompute the population statistics under frozen weights (Algorithm 2), as plain averages over ``batches``.
 
     Averages taken during training mix statistics of many weights. These are those of the weights as they are. The
@@ -72,36 +102,50 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, step: Step | None = N
         batches: Any iterable of training batches, composed as in training. A tensor is the input; of a tuple or list
             the first is, the rest are targets; inputs that are themselves a tuple or a dict are unpacked.
         step: How to run the model on a batch, ``step(model, batch)``, where that is not right.
+        process_group: Ranks that share the work, ``"world"`` for the default group: each calls this with batches of
+            its own, as many as it has, and all end with the statistics of all batches. Every batch is a mini-batch by
+            itself, also for synchronized layers. If one rank fails, all do.
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
     """
+    ranks = Ranks(process_group, model)
+    with ranks.guard():
+        calibrate_on(ranks, model, batches, step, progress)
+
+
+def calibrate_on(
+    ranks: Ranks, model: nn.Module, batches: Iterable[Any], step: Step | None = None, progress: bool = True
+) -> None:
+    """``calibrate`` with ranks that have met already."""
     found = required_layers(model)
     unique = list(found.values())
     before = [layer.population.snapshot() for layer in unique]
-    momenta = [layer.momentum for layer in unique]
+    momenta, groups = [layer.momentum for layer in unique], [layer.process_group for layer in unique]
     step = step or run
     try:
         with preserved(model), torch.no_grad():
             model.eval()
             for layer in unique:
                 layer.train()
-                layer.momentum = None
+                layer.momentum, layer.process_group = None, None
                 layer.reset_statistics()
             count = 0
             reached: set[nn.Module] = set()
             hooks = [layer.register_forward_hook(lambda layer, *_: reached.add(layer)) for layer in unique]
             try:
-                for batch in track(batches, "calibrate") if progress else batches:
-                    step(model, batch)
+                for batch in track(batches, "calibrate") if progress and ranks.rank == 0 else batches:
+                    step(unwrapped(model), batch)
                     count += 1
             finally:
                 for hook in hooks:
                     hook.remove()
-            if count == 0:
+            if (count := sum(ranks.meet(count))) == 0:
                 raise ValueError("calibrate got no batches; was the iterable used up before?")
-        for (name, layer), snapshot in zip(found.items(), before, strict=True):
-            if layer not in reached:
+        merge(found, ranks, share=False)
+        on_ranks = ranks.gather(torch.tensor([[layer in reached for layer in unique]])).any(0).tolist()
+        for (name, layer), snapshot, was_reached in zip(found.items(), before, on_ranks, strict=True):
+            if not was_reached:
                 layer.population.restore(snapshot)
-                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
+                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=3)
             elif not layer.population.updates.any():
                 raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
             else:
@@ -111,8 +155,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, step: Step | None = N
             layer.population.restore(snapshot)
         raise
     finally:
-        for layer, momentum in zip(unique, momenta, strict=True):
-            layer.momentum = momentum
+        for layer, momentum, group in zip(unique, momenta, groups, strict=True):
+            layer.momentum, layer.process_group = momentum, group
 
 
 def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
@@ -123,6 +167,12 @@ def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
             "bln.insert(model, example) adds one behind each nonlinearity"
         )
     return found
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of ``DistributedDataParallel``, whose forward would wait for the other ranks."""
+    inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return inner
 
 
 def run(model: nn.Module, batch: Any) -> Any:

@@ -40,7 +40,7 @@ def train(
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
 
     def variance(rstd: Tensor) -> Tensor:  # its rounding error is that of variance + eps, as which it is used
-        return rstd.detach().pow(-2).sub_(eps).clamp_(min=0)
+        return rstd.detach().pow(-2).sub(eps).clamp(min=0)
 
     if rows.is_contiguous():  # into memory that is there: a new page costs more than the sum that fills it
         y = y_F.add_(y_B.movedim(channel_dim, -1)).movedim(-1, channel_dim)
@@ -58,24 +58,60 @@ def train(
 def _batch_norm(
     x: Tensor, scale: Tensor, shift: Tensor, channel_dim: int, per_position: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm of ``x``; its means and deviations with features last.
+    """Batch norm of ``x``; its means and deviations with features last."""
+    columns = Columns(x, channel_dim, per_position)
+    scale, shift = columns.spread(scale), columns.spread(shift)
+    y, mean, rstd = torch.native_batch_norm(columns.of(x), scale, shift, None, None, True, 0.0, eps)
+    return columns.restore(y), columns.features_last(mean), columns.features_last(rstd)
 
-    It wants a column for each statistic. Features may stand anywhere, so it takes a tensor as it lies in memory.
+
+class Columns:
+    """How torch's batch norm, which wants a column for each statistic, can see a tensor like ``x``.
+
+    Features may stand anywhere, so it takes a tensor as it lies in memory.
     """
-    per_position = per_position and x.dim() > 2
-    as_it_lies = x.is_contiguous() and (per_position or channel_dim == 1)
-    at = channel_dim if as_it_lies else x.dim() - 1
-    lying = x.movedim(channel_dim, at)
-    if not per_position:
-        columns = lying if at == 1 else lying.reshape(-1, lying.shape[-1])
-        y, mean, rstd = torch.native_batch_norm(columns, scale, shift, None, None, True, 0.0, eps)
-    else:
-        shape = lying.shape[1:]
+
+    def __init__(self, x: Tensor, channel_dim: int, per_position: bool) -> None:
+        self.per_position = per_position and x.dim() > 2
+        as_it_lies = x.is_contiguous() and (self.per_position or channel_dim == 1)
+        self.channel_dim = channel_dim
+        self.at = channel_dim if as_it_lies else x.dim() - 1  # where features stand, as it lies
+        self.shape = x.movedim(channel_dim, self.at).shape
+
+    def of(self, x: Tensor) -> Tensor:
+        """A tensor shaped as the one this was made for, in columns."""
+        lying = x.movedim(self.channel_dim, self.at)
+        if self.per_position:
+            return lying.reshape(lying.shape[0], -1)
+        return lying if self.at == 1 else lying.reshape(-1, lying.shape[-1])
+
+    def empty(self, like: Tensor) -> Tensor:
+        """A new tensor of the shape it came in, in the order in which ``of`` makes no copy."""
+        layout = list(range(len(self.shape)))
+        layout.insert(self.at, layout.pop(self.channel_dim))
+        return torch.empty_permuted(like.shape, layout, dtype=like.dtype, device=like.device)
+
+    def restore(self, columns: Tensor) -> Tensor:
+        """From columns to the shape it came in."""
+        return columns.reshape(self.shape).movedim(self.at, self.channel_dim)
+
+    def spread(self, value: Tensor) -> Tensor:
+        """One value for each column, from one for each feature, or features last with positions."""
+        if not self.per_position:
+            return value
+        shape = self.shape[1:]
+        if value.dim() == 1:
+            value = value.reshape(-1, *[1] * (len(shape) - self.at))
+        else:
+            value = value.movedim(-1, self.at - 1)
         # One feature would stay a view of stride 0, which the native backward reads past the end of.
-        scale, shift = (
-            p.reshape(-1, *[1] * (len(shape) - at)).expand(shape).contiguous().view(-1) for p in (scale, shift)
-        )
-        columns = lying.reshape(lying.shape[0], -1)
-        y, mean, rstd = torch.native_batch_norm(columns, scale, shift, None, None, True, 0.0, eps)
-        mean, rstd = (s.reshape(shape).movedim(at - 1, -1) for s in (mean, rstd))
-    return y.reshape(lying.shape).movedim(at, channel_dim), mean, rstd
+        return value.expand(shape).contiguous().view(-1)
+
+    def beside(self, value: Tensor) -> Tensor:
+        """``spread``, in a shape that meets what ``of`` gives."""
+        value = self.spread(value)
+        return value.reshape(-1, *[1] * (len(self.shape) - 2)) if not self.per_position and self.at == 1 else value
+
+    def features_last(self, value: Tensor) -> Tensor:
+        """From one value for each column to ``(*positions, d)``, or ``(d,)``."""
+        return value.reshape(self.shape[1:]).movedim(self.at - 1, -1) if self.per_position else value

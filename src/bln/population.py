@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import formula
 from .formula import Statistics
-from .functional import can_look
+from .functional import at_least_one, can_look
 
 STATISTICS = Statistics._fields
 _COUNTERS = ("updates", "samples")
@@ -91,6 +91,12 @@ class Population(nn.Module):
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 
+    def positions_for(self, positions: tuple[int, ...]) -> tuple[int, ...]:
+        """All positions statistics are kept for, where an input with these comes in."""
+        self._window(positions)
+        known = self.position_shape
+        return positions if known is None else known
+
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
         """Which of the known positions an input uses."""
         return window(positions, self.position_shape)
@@ -119,7 +125,7 @@ class Population(nn.Module):
                 in. ``None`` averages all mini-batches since the last reset, weighted by their samples.
         """
         if self.position_shape is None:
-            self._learn_positions(positions)
+            self.learn_positions(positions)
         window = self._window(positions)
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
@@ -161,10 +167,11 @@ class Population(nn.Module):
     def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:
         """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
         over = 0 if self.position_shape else None  # samples alone, or positions too
+        m, entries = (at_least_one(c) for c in (m, entries))
+        m, entries = (c.to(batch.inverse_m.dtype) if isinstance(c, Tensor) else c for c in (m, entries))
         if mask is None:
             feature_mean, feature_var = batch.feature_mean.mean(over), batch.feature_var.mean(over)
         else:
-            m, entries = (torch.as_tensor(c).clamp(min=1).to(batch.inverse_m.dtype) for c in (m, entries))
             hidden = ~mask
             feature_mean, feature_var = (
                 value.masked_fill(hidden, 0).sum(over) / entries for value in (batch.feature_mean, batch.feature_var)
@@ -178,7 +185,8 @@ class Population(nn.Module):
             batch.inverse_m,
         )
 
-    def _learn_positions(self, positions: tuple[int, ...]) -> None:
+    def learn_positions(self, positions: tuple[int, ...]) -> None:
+        """Keep statistics for these positions from now on; each starts with what is known so far."""
         if not positions:
             self.without_positions = True
             return
@@ -265,7 +273,7 @@ class Population(nn.Module):
                 return
             if known is None:
                 if positions:
-                    self._learn_positions(positions)
+                    self.learn_positions(positions)
             elif known and not positions:
                 shapes = self._shapes(known)
                 state_dict.update({prefix + name: spread(t, name, shapes[name]) for name, t in saved.items()})

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..ranks import Ranks
 from .scores import length
+
+NAMES = ("shuffled", "sorted", "single")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,15 @@ class _Samples:
             leaf[index.to(leaf.device)] if held else leaf for leaf, held in zip(self._leaves, self._held, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self._spec)
+
+
+def arrangements_on(ranks: Ranks, batches: Sequence[Any]) -> list[Arrangement]:
+    """Each rank's samples arrive otherwise, in the ways that all ranks with mini-batches have."""
+    own = {arrangement.name: arrangement for arrangement in arrangements(batches)} if batches else None
+    has = [own is None or name in own for name in NAMES]
+    everywhere = ranks.gather(torch.tensor([has])).all(0).tolist()
+    names = [name for name, wanted in zip(NAMES, everywhere, strict=True) if wanted]
+    return [own[name] if own else Arrangement(name, [], name == "single") for name in names]
 
 
 def arrangements(batches: Sequence[Any], seed: int = 0) -> list[Arrangement]:

@@ -69,8 +69,8 @@ class Evaluator:
 
     @property
     def mode(self) -> str:
-        """How the first assignments were run."""
-        return next(iter(self._ways.values())).mode
+        """How the first assignments were run; a rank without a mini-batch was idle."""
+        return next((way.mode for way in self._ways.values()), "idle")
 
     def __call__(self, batch: Any, assignments: Sequence[Assignment], *, single: bool = False) -> tuple[Tensor, int]:
         """Scores ``(assignments, 1 + metrics)`` on a mini-batch, and its samples.

@@ -10,6 +10,7 @@ from typing import Any
 from ..config import StatisticsConfig
 from ..population import Snapshot
 from ..progress import track
+from ..ranks import Ranks
 from .arrange import Arrangement
 from .evaluate import Evaluator
 from .groups import Assignment
@@ -34,10 +35,12 @@ class Objective:
         names: The names of the BLN layers.
         robust: The cost of an assignment is that of the worst arrangement.
         progress: Show progress bars.
+        ranks: Who else has mini-batches. All ask for the same assignments in the same order.
     """
 
-    def __init__(self, evaluator: Evaluator, names: Sequence[str], robust: bool, progress: bool) -> None:
+    def __init__(self, evaluator: Evaluator, names: Sequence[str], robust: bool, progress: bool, ranks: Ranks) -> None:
         self.evaluator = evaluator
+        self.ranks = ranks
         self.names = tuple(names)
         self.outcomes: dict[Assignment, Outcome] = {}
         self.held: list[Any] = []
@@ -57,7 +60,7 @@ class Objective:
 
         After a calibration each mini-batch is scored with the statistics as found, too.
         """
-        tally, before = Tally(self.evaluator.measure.metrics), Tally(self.evaluator.measure.metrics)
+        tally, before = self._tally(len(self.shared)), self._tally(len(self.shared))
         with self._tracked(batches, "search") as tracked:
             for batch in tracked:
                 tally.add(*self.evaluator(batch, self.shared))
@@ -67,6 +70,9 @@ class Objective:
                     self._restore(calibrated)
                 if hold:
                     self.held.append(batch)
+        tally.join(self.ranks)
+        if calibrated is not None:
+            before.join(self.ranks)
         if not tally.batches:
             raise ValueError("search got no batches; was the iterable used up before?")
         old = before.scores() if calibrated is not None else [None] * len(self.shared)
@@ -100,11 +106,15 @@ class Objective:
     ) -> list[Score]:
         if not assignments:
             return []
-        tally = Tally(self.evaluator.measure.metrics)
+        tally = self._tally(len(assignments))
         with self._tracked(batches, what) as tracked:
             for batch in tracked:
                 tally.add(*self.evaluator(batch, assignments, single=single))
+        tally.join(self.ranks)
         return tally.scores()
+
+    def _tally(self, assignments: int) -> Tally:
+        return Tally(self.evaluator.measure.metrics, assignments)
 
     def _tracked(self, batches: Iterable[Any], what: str) -> AbstractContextManager[Iterable[Any]]:
         """With a progress bar, which is gone before an exception is printed."""

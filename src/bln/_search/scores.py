@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..ranks import Ranks
+
 Function = Callable[[Any, Any], Any]
 """``f(outputs, targets)``, the mean over the mini-batch's samples."""
 Metrics = str | Sequence[str] | Mapping[str, Function | str]
@@ -96,10 +98,11 @@ def _scalar(value: Any, name: str) -> Tensor:
 
 
 class Tally:
-    """Adds up the scores of several configurations, mini-batch by mini-batch."""
+    """Adds up the scores of ``assignments`` configurations, mini-batch by mini-batch."""
 
-    def __init__(self, metrics: Sequence[str]) -> None:
+    def __init__(self, metrics: Sequence[str], assignments: int) -> None:
         self._metrics = tuple(metrics)
+        self._shape = assignments, 1 + len(self._metrics)
         self._values: list[Tensor] = []
         self._samples: list[int] = []
 
@@ -107,6 +110,14 @@ class Tally:
         """Take the scores of a mini-batch, ``(configurations, 1 + metrics)``."""
         self._values.append(values)
         self._samples.append(samples)
+
+    def join(self, ranks: Ranks) -> None:
+        """Take the mini-batches of the other ranks too: from here on the same on all."""
+        if ranks.size == 1:
+            return
+        values = torch.stack(self._values).cpu().double() if self._values else torch.empty(0, *self._shape).double()
+        self._values = list(ranks.gather(values))
+        self._samples = ranks.gather(torch.tensor(self._samples, dtype=torch.int64)).tolist()
 
     @property
     def batches(self) -> int:

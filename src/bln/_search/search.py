@@ -6,22 +6,29 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from .. import model as models
+from ..config import StatisticsConfig
 from ..layer import BatchLayerNorm
 from ..population import Population
-from .arrange import arrangements
+from ..ranks import Ranks
+from .arrange import arrangements_on
 from .descent import descend
 from .evaluate import Evaluator
+from .groups import Assignment
 from .objective import Objective
 from .result import SearchResult, ranked
 from .scores import Function, Measure, Metrics, Tally
 from .study import explore
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_CONFIGS = list(StatisticsConfig.all())
 DEPENDS_ON_BATCH = (
     "E_B = F makes a prediction depend on the other samples of its batch, and Std_B = F does so too: such rows hold "
     "for batches composed like these."
@@ -44,6 +51,7 @@ def search(
     study: str = "bln.search",
     trials: int | None = None,
     step: models.Step | None = None,
+    process_group: ProcessGroup | Literal["world"] | None = None,
     progress: bool = True,
 ) -> SearchResult:
     """Find the configuration of statistics that suits a trained model: all 16 on held-out batches, in one pass.
@@ -65,11 +73,15 @@ def search(
         robust: Rank by the worst of these cases.
         sampler: With ``per_layer``, ``"tpe"``, ``"random"``, ``"grid"`` or an Optuna sampler in place of coordinate
             descent.
-        storage: Where Optuna keeps the study: a URL such as ``"sqlite:///study.db"``. The same call again resumes it
-            after a kill, and several processes or machines can make it at once.
+        storage: Where Optuna keeps the study: any URL it takes, such as ``"sqlite:///study.db"`` or one of a database
+            server, or a storage object. The same call again resumes it after a kill, and several processes or
+            machines can make it at once.
         study: The study's name in the storage.
         trials: How many trials the study should have in the end; ``None`` is 16 for each layer.
         step: ``step(model, batch) -> (outputs, targets)`` for batches or models unlike these.
+        process_group: Ranks that share the work, ``"world"`` for the default group: each calls this with batches of
+            its own, as many as it has, and all end with the same result, that of all batches; ``rebatch`` rearranges
+            each rank's samples among themselves. If one rank fails, all do.
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
 
     Returns:
@@ -95,20 +107,22 @@ def search(
     _warn_of_leak(batches, calibrate)
     rebatch = rebatch or robust
     notes: list[str] = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move."]
+    ranks = Ranks(process_group, model)
+    progress = progress and ranks.rank == 0
 
-    with _as_found(model, list(found.values())):
+    with ranks.guard(), _as_found(model, list(found.values())):
         model.eval()
         as_found = [layer.population.snapshot() for layer in found.values()]
         calibrated = None
         if calibrate is not None:
-            models.calibrate(model, calibrate, step=step, progress=progress)
+            models.calibrate_on(ranks, model, calibrate, step, progress)
             calibrated = [layer.population.snapshot() for layer in found.values()]
 
-        evaluator = Evaluator(model, list(found.values()), measure, step)
-        objective = Objective(evaluator, list(found), robust, progress)
+        evaluator = Evaluator(models.unwrapped(model), list(found.values()), measure, step)
+        objective = Objective(evaluator, list(found), robust, progress, ranks)
         tally = objective.first_pass(batches, per_layer or rebatch, as_found, calibrated)
         if rebatch:
-            objective.arrangements = arrangements(objective.held)
+            objective.arrangements = arrangements_on(ranks, objective.held)
             objective.rebatch(objective.shared, "rebatch")
         if per_layer:
             _search_layers(objective, sampler, storage, study, trials, progress, notes)
@@ -131,19 +145,40 @@ def _search_layers(
         return
     wanted = 16 * len(names) if trials is None else trials
     objective.progress = False  # the study has a bar of its own
-    best, known = explore(
-        shared,
-        names,
-        objective.costs,
-        sampler=sampler,
-        storage=storage,
-        study=study,
-        trials=wanted,
-        progress=progress,
-    )
-    objective.costs([best], "the best of the study")  # another process may have found it
+    if objective.ranks.rank > 0:
+        known = _follow(objective)
+    else:
+        best, known = explore(
+            shared,
+            names,
+            lambda assignments, what: _lead(objective, assignments, what),
+            sampler=sampler,
+            storage=storage,
+            study=study,
+            trials=wanted,
+            progress=progress,
+        )
+        _lead(objective, [best], "the best of the study")  # another process may have found it
+        objective.ranks.tell([-1, known] + [0] * (len(names) - 1))
     if known:
         notes.append(f"The study {study!r} was resumed: it had {known} finished trials of {wanted}.")
+
+
+def _lead(objective: Objective, assignments: Sequence[Assignment], what: str) -> list[float]:
+    """The costs of assignments, the other ranks being told of each: rank 0 alone talks to the study."""
+    for assignment in assignments:
+        objective.ranks.tell([1, *(_CONFIGS.index(config) for config in assignment)])
+        objective.costs([assignment], what)
+    return objective.costs(assignments, what)
+
+
+def _follow(objective: Objective) -> int:
+    """Evaluate what rank 0 asks for, until its study is done; how many trials that had before."""
+    while True:
+        go_on, *numbers = objective.ranks.tell([0] * (1 + len(objective.names)))
+        if go_on < 0:
+            return numbers[0]
+        objective.costs([tuple(_CONFIGS[number] for number in numbers)], "study")
 
 
 def _result(objective: Objective, tally: Tally, robust: bool, notes: Sequence[str], statistics: Any) -> SearchResult:

@@ -1,0 +1,369 @@
+"""Training on statistics over all ranks of a ``torch.distributed`` group: one collective forward, one backward.
+
+Forward, a rank sends for each position (pooled: once) the mean and the centred sum of squares of each feature, its
+entries, its samples ``m`` and the sums of its feature statistics, which the population wants. Backward, it sends the
+gradients of its part of the loss for the joined mean and variance. Both messages have the shape of the statistics, not
+that of the input: ranks may hold any number of samples, none included, and nobody waits for a count.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import formula, functional, native
+from .formula import Statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Group:
+    """The process group a layer was given: copies of the layer share it, and only the world can be pickled."""
+
+    def __init__(self, given: ProcessGroup | Literal["world"]) -> None:
+        if dist.is_available() and dist.is_initialized() and given is dist.group.WORLD:
+            given = "world"
+        self.given: ProcessGroup | Literal["world"] = given
+        if isinstance(given, str):
+            if given != "world":
+                raise ValueError(f"process_group must be a ProcessGroup, 'world' or None, got {given!r}")
+        elif not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+            raise TypeError(
+                f"process_group must be a torch.distributed ProcessGroup, 'world' or None, got {given!r}; new_group "
+                "gives none to a process that is no member"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self.given, str):
+            return Group, (self.given,)
+        raise TypeError(
+            "a layer with a process group of its own cannot be pickled, since the group lives in this process. Ways "
+            "out: (1) save model.state_dict(); (2) layer.process_group = 'world' or None before, the group again after"
+        )
+
+    def __repr__(self) -> str:
+        if isinstance(self.given, str):
+            return repr(self.given)
+        return f"<{self.given.size()} ranks>"
+
+    def resolve(self) -> ProcessGroup | None:
+        """The group as it is now; ``None`` while the world is this process alone."""
+        if not isinstance(self.given, str):
+            return self.given
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+class Joined(NamedTuple):
+    """What all ranks together say of a mini-batch, the same everywhere, for the population."""
+
+    statistics: Statistics
+    """At the positions statistics are kept for; the feature statistics averaged already, as of a single row."""
+    m: int | Tensor
+    """Samples, for each position; a number where it is the same for all and can be looked at."""
+    entries: int | Tensor
+
+
+class _Task(NamedTuple):
+    """All that normalizing takes but tensors."""
+
+    channel_dim: int
+    per_position: bool
+    positions: tuple[int, ...]  # that statistics are kept for, the input's or more
+    eps: float
+    mix_eps: float
+    dim_scale: bool
+    group: ProcessGroup
+
+
+def train(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    *,
+    channel_dim: int,
+    per_position: bool,
+    positions: tuple[int, ...],
+    eps: float,
+    mix_eps: float | None,
+    dim_scale: bool,
+    group: ProcessGroup,
+) -> tuple[Tensor, Joined]:
+    """Algorithm 1 of the samples of all ranks.
+
+    Args:
+        x: This rank's samples, checked; possibly none.
+        weight: Gamma.
+        bias: Beta.
+        mask: True at this rank's real entries.
+        channel_dim: The dimension of features, counted from the front.
+        per_position: Batch statistics for each position.
+        positions: The positions statistics are kept for, the same on all ranks; sequences may be shorter.
+        eps: Added to both variances.
+        mix_eps: The epsilon of the weights; ``None`` is ``eps``.
+        dim_scale: Divide by the root of the number of features.
+        group: The ranks.
+
+    Returns:
+        This rank's ``y``, and what the population should learn.
+    """
+    task = _Task(channel_dim, per_position, positions, eps, eps if mix_eps is None else mix_eps, dim_scale, group)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    for parameter in (weight, bias):
+        dtype = dtype if parameter is None else torch.promote_types(dtype, parameter.dtype)
+    gamma, beta = (None if p is None else p.to(dtype) for p in (weight, bias))
+    # The native operators know no mask, refuse an empty input, and a compiler does better with the plain ones.
+    plain = mask is not None or x.shape[0] == 0 or torch.compiler.is_compiling()
+    if plain:
+        y, joined = _plain(x.to(dtype), gamma, beta, mask, task)
+    else:
+        y, joined = _native(x.to(dtype), gamma, beta, task)
+    y = y.to(x.dtype)
+    return y.contiguous() if x.is_contiguous() else y, joined
+
+
+# ---- messages
+
+
+def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.device) -> None:
+    """Refuse positions that are not those of all ranks, before a layer learns them: messages would not fit together."""
+    if torch.compiler.is_compiling():
+        return
+    sizes = (*positions, *[0] * 8)[:8]
+    everyones = _gather(torch.tensor(sizes, device=device), group).tolist()
+    if any(other != everyones[0] for other in everyones):
+        known = [tuple(size for size in sizes if size) for sizes in everyones]
+        raise ValueError(
+            f"ranks have inputs with different positions, {known}, and the layer keeps statistics for each. Ways out: "
+            "(1) position_shape= the longest sequence there will be; (2) per_position=False; (3) pad to one shape"
+        )
+
+
+def _fit(value: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """With zeros where a sequence has fewer positions than statistics are kept for."""
+    if not positions or value.shape[0] == positions[0]:
+        return value
+    return torch.cat([value, value.new_zeros(positions[0] - value.shape[0], *value.shape[1:])])
+
+
+def _sums(entries: int | Tensor, m: int | Tensor, feature_mean: Tensor, feature_var: Tensor, over: Any) -> Tensor:
+    """What ranks only have to add: entries, samples, and sums of the feature statistics, ``(*positions, 4)``."""
+    features = [value.sum(over) for value in (feature_mean, feature_var)]
+    counts = [c.to(features[0].dtype) if isinstance(c, Tensor) else features[0].new_full((), c) for c in (entries, m)]
+    return torch.stack([*(c.expand(features[0].shape) for c in counts), *features], -1)
+
+
+def _exchange(collective: Any, *tensors: Tensor, group: ProcessGroup) -> None:
+    if torch.compiler.is_compiling():
+        collective(*tensors, group=group)
+        return
+    try:
+        collective(*tensors, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {group.rank()} of {group.size()} could not exchange statistics in a synchronized BatchLayerNorm. "
+            "Another rank has died, takes longer than the group's timeout, or does not call the layer as often as this "
+            f"one: ranks that run out of data must feed empty batches. The error was: {error}"
+        ) from error
+
+
+def _gather(message: Tensor, group: ProcessGroup) -> Tensor:
+    """The messages of all ranks, ``(ranks, *message)``."""
+    gathered = message.new_empty(group.size() * message.numel())
+    # torch renamed it in 2.13.
+    collective = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    _exchange(collective, gathered, message.view(-1), group=group)
+    return gathered.view(-1, *message.shape)
+
+
+def _join(mean: Tensor, squares: Tensor, sums: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch mean and variance over all ranks, and the ranks' sums: the collective of forward."""
+    d = mean.shape[-1]
+    parts = _gather(torch.cat([mean, squares, sums], -1), group)
+    means, squares, sums = parts[..., :d], parts[..., d : 2 * d], parts[..., 2 * d :]
+    joined_mean, joined_var = formula.combine(sums[..., :1], means, squares)
+    return joined_mean, joined_var, sums.sum(0)
+
+
+def _add_up(d_mean: Tensor, d_var: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The gradients for the joined statistics, of all ranks: the collective of backward."""
+    message = torch.cat([d_mean, d_var], -1)
+    _exchange(dist.all_reduce, message, group=group)
+    return message[..., : d_mean.shape[-1]], message[..., d_mean.shape[-1] :]
+
+
+def _number(count: Tensor) -> int | None:
+    """The count, where it is the same at all positions and can be looked at: that saves operations."""
+    if not functional.can_look(count):
+        return None
+    first = count.view(-1)[0]
+    return int(first) if count.numel() == 1 or bool((count == first).all()) else None
+
+
+def _joined(mean: Tensor, var: Tensor, sums: Tensor) -> Joined:
+    """For the population, from what ``_join`` gave."""
+    entries, m = sums[..., 0], sums[..., 1]
+    same = _number(m)
+    if same is None:
+        features = sums[..., 2:] / entries.clamp(min=1)[..., None]
+        counts: tuple[int | Tensor, int | Tensor] = m.long(), entries.long()
+        inverse_m = 1 / m.clamp(min=1)
+    else:
+        counts = same, int(entries.view(-1)[0])
+        features = sums[..., 2:] / max(counts[1], 1)
+        inverse_m = sums.new_full(m.shape, 1 / max(same, 1))
+    return Joined(Statistics(mean, var, features[None, ..., 0], features[None, ..., 1], inverse_m), *counts)
+
+
+# ---- by plain operators
+
+
+class _Join(torch.autograd.Function):
+    """``_join``, differentiable: Chan's formula moves with a rank's mean and squares as below."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, squares: Tensor, sums: Tensor, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        joined_mean, joined_var, total = _join(mean, squares, sums, group)
+        ctx.group = group
+        ctx.save_for_backward(mean, sums[..., :1], joined_mean, total[..., :1])
+        ctx.mark_non_differentiable(total)
+        return joined_mean, joined_var, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        mean, entries, joined_mean, total = ctx.saved_tensors
+        d_mean, d_var = _add_up(d_mean, d_var, ctx.group)
+        total = total.clamp(min=1)
+        return entries / total * (d_mean + 2 * (mean - joined_mean) * d_var), d_var / total, None, None
+
+
+def _plain(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, task: _Task
+) -> tuple[Tensor, Joined]:
+    rows = x.movedim(task.channel_dim, -1)
+    if mask is not None:
+        rows = torch.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
+    own = functional.current(rows, mask, task.per_position)
+    m, entries = functional.count(rows.shape[:-1], mask, task.per_position)
+    features = [value.detach() for value in (own.feature_mean, own.feature_var)]
+    if mask is not None:
+        features = [torch.where(mask, value, 0) for value in features]
+    over = 0 if task.per_position else tuple(range(rows.dim() - 1))
+    sums = _sums(entries, m, features[0], features[1], over)
+    squares = own.batch_var * sums[..., :1]
+    mean, var, total = _Join.apply(  # type: ignore[no-untyped-call]
+        *(_fit(value, task.positions) for value in (own.batch_mean, squares, sums)), task.group
+    )
+    joined = _joined(mean.detach(), var.detach(), total)
+
+    here = (slice(rows.shape[1]),) if task.positions else ()
+    inverse_m = joined.statistics.inverse_m
+    s = Statistics(mean[here], var[here], own.feature_mean, own.feature_var, inverse_m[here])
+    options = {"eps": task.eps, "mix_eps": task.mix_eps, "dim_scale": task.dim_scale}
+    y = formula.transform(rows, s, gamma, beta, **options)  # type: ignore[arg-type]
+    if mask is not None:
+        y = torch.where(mask[..., None], y, 0)
+    y = y if task.channel_dim == y.dim() - 1 else y.movedim(-1, task.channel_dim)
+    return y if len(y) else y.clone(), joined
+
+
+# ---- by torch's own norms, as in native.py
+
+
+def _native(x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: _Task) -> tuple[Tensor, Joined]:
+    d = x.shape[task.channel_dim]
+    gamma = x.new_ones(d) if gamma is None else gamma
+    beta = x.new_zeros(d) if beta is None else beta
+    y, joined = _Train.apply(x, gamma, beta, task)  # type: ignore[no-untyped-call]
+    return y, joined
+
+
+class _Train(torch.autograd.Function):
+    """Batch norm with statistics from outside, plus layer norm; keeps the input and the statistics for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, task: _Task) -> tuple[Tensor, Joined]:
+        rows = x.movedim(task.channel_dim, -1)
+        n, d = rows.shape[0], rows.shape[-1]
+        columns = native.Columns(x, task.channel_dim, task.per_position)
+        seen = columns.of(x)
+        own_mean, own_var = (columns.features_last(s) for s in torch.batch_norm_update_stats(seen, None, None, 0.0))
+        x_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), None, None, task.eps)
+
+        entries = n if task.per_position else rows.numel() // d
+        feature_var = feature_rstd.pow(-2).sub_(task.eps).clamp_(min=0).squeeze(-1)
+        over = 0 if task.per_position else tuple(range(rows.dim() - 1))
+        sums = _sums(entries, n, feature_mean.squeeze(-1), feature_var, over)
+        own_mean, squares, sums = (_fit(value, task.positions) for value in (own_mean, own_var * entries, sums))
+        joined_mean, joined_var, total = _join(own_mean, squares, sums, task.group)
+
+        joined = _joined(joined_mean, joined_var, total)
+        here = (slice(rows.shape[1]),) if task.positions else ()
+        mean, var = joined_mean[here], joined_var[here]
+        inverse_m: Any
+        count: Any
+        if isinstance(joined.m, Tensor):
+            inverse_m, count = joined.statistics.inverse_m[here][..., None], total[here][..., :1].clamp(min=1)
+        else:
+            inverse_m, count = 1 / joined.m, joined.entries
+        w_B, w_F = formula.weights(inverse_m, task.mix_eps, d, task.dim_scale)
+        y = columns.empty(x)  # no view of another tensor: those cannot be changed in place, as a ReLU behind may want
+        torch.ops.aten.native_batch_norm.out(
+            seen, columns.spread(gamma * w_B), columns.spread(beta), columns.spread(mean), columns.spread(var),
+            False, 0.0, task.eps, out=columns.of(y), save_mean=x.new_empty(0), save_invstd=x.new_empty(own_var.numel()),
+        )  # fmt: skip
+        y.movedim(task.channel_dim, -1).addcmul_(x_F, gamma * w_F)
+        ctx.task, ctx.columns, ctx.numbers = task, columns, (w_B, w_F, count)
+        ctx.save_for_backward(x, gamma, mean, var, feature_mean, feature_rstd)
+        return y, joined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, gamma, mean, var, feature_mean, feature_rstd = ctx.saved_tensors
+        task: _Task = ctx.task
+        columns: native.Columns = ctx.columns
+        w_B, w_F, count = ctx.numbers
+        d = len(gamma)
+        seen, dy_seen = columns.of(x), columns.of(dy)
+        _, dot, total = torch.ops.aten.native_batch_norm_backward(
+            dy_seen, seen, columns.spread(gamma), columns.spread(mean), columns.spread(var), None, None, False,
+            task.eps, [False, True, True],
+        )  # fmt: skip
+        dot, total = columns.features_last(dot), columns.features_last(total)  # sums of dy * x_B, and of dy
+
+        rows, dy_rows = x.movedim(task.channel_dim, -1), dy.movedim(task.channel_dim, -1)
+        if isinstance(w_F, Tensor) and w_F.numel() > 1:  # one for each position: layer norm's scale has none
+            dy_rows, w_F = dy_rows * w_F, 1
+        dx_F, scale_F, _ = torch.ops.aten.native_layer_norm_backward(
+            dy_rows, rows, (d,), feature_mean, feature_rstd, gamma * w_F, None, [True, True, False]
+        )
+        positions = tuple(range(mean.dim() - 1))
+        d_gamma = (w_B * dot).sum(positions) + w_F * scale_F if positions else w_B * dot + w_F * scale_F
+        d_beta = total.sum(positions) if positions else total
+        if not ctx.needs_input_grad[0]:
+            return None, d_gamma, d_beta, None
+
+        r = (var + task.eps).rsqrt()
+        s = gamma * w_B * r
+        d_mean, d_var = (_fit(value, task.positions) for value in (-s * total, -0.5 * s * r * dot))
+        d_mean, d_var = _add_up(d_mean, d_var, task.group)
+        here = (slice(rows.shape[1]),) if task.positions else ()
+        # Of the batch part, s * dy + d_mean / count + slope * (x - mean).
+        slope = 2 * d_var[here] / count
+        offset = d_mean[here] / count - slope * mean
+        dx = torch.addcmul(columns.beside(offset), seen, columns.beside(slope))
+        dx = columns.restore(dx.addcmul_(dy_seen, columns.beside(s)))
+        dx.movedim(task.channel_dim, -1).add_(dx_F)
+        return dx, d_gamma, d_beta, None

@@ -1,0 +1,499 @@
+"""What the tests have ranks do together. Data is drawn with one seed on all ranks; each takes its part of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+import warnings
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import bln
+import oracle
+import tolerance
+
+NAMES = {
+    "batch_mean": "mean_B",
+    "batch_var": "var_B",
+    "feature_mean": "mean_F",
+    "feature_var": "var_F",
+    "inverse_m": "inverse_m",
+}
+
+
+def total(tensor: torch.Tensor) -> torch.Tensor:
+    """Summed over ranks."""
+    tensor = tensor.detach().clone()
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def assert_population(layer, expected: oracle.Population, size: float, roundings: float) -> None:
+    """Statistics as the oracle's, to roundings of the input's size; counters exactly."""
+    unit = roundings * torch.finfo(layer.population.batch_mean.dtype).eps
+    bounds = {"batch_var": unit * (size**2 + 1), "feature_var": unit * (size**2 + 1), "inverse_m": unit}
+    for name, theirs in NAMES.items():
+        tolerance.close(getattr(layer.population, name), getattr(expected, theirs), bounds.get(name, unit * size), name)
+    for row, name in enumerate(NAMES):
+        updates, samples = ("var_updates", "var_samples") if name == "batch_var" else ("updates", "samples")
+        assert (layer.population.updates[row].numpy() == getattr(expected, updates)).all(), f"updates of {name}"
+        assert (layer.population.samples[row].numpy() == getattr(expected, samples)).all(), f"samples of {name}"
+
+
+def against_the_oracle(
+    seed: int,
+    shares: list[list[int]],
+    dtype: str,
+    positions: list[int],
+    channel_dim: int,
+    per_position: bool,
+    masked: bool,
+    momentum: float | None,
+    compiled: str = "",
+    affine: bool = True,
+    looking: bool = True,
+) -> None:
+    """Mini-batches of unequal parts: outputs, gradients and population are those of one process with all samples."""
+    if not looking:  # as on a GPU, where looking at a count would wait for it
+        with (
+            mock.patch("bln.functional.can_look", return_value=False),
+            mock.patch("bln.population.can_look", return_value=False),
+        ):
+            against_the_oracle(
+                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine
+            )
+        return
+    torch.manual_seed(seed)
+    kind, d = getattr(torch, dtype), 5
+    wide = torch.promote_types(kind, torch.float32)
+    layer = bln.BatchLayerNorm(
+        d, channel_dim=channel_dim, per_position=per_position, momentum=momentum, affine=affine, process_group="world",
+        dtype=wide,
+    )  # fmt: skip
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    gamma, beta = (p.detach().double().numpy() for p in layer.parameters()) if affine else (1.0, 0.0)
+    run = torch.compile(layer, fullgraph=True, backend=compiled) if compiled else layer
+    options = {"eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
+    expected = oracle.Population(tuple(positions) if per_position else (), d)
+    largest = 1.0
+    for parts in shares:
+        shape = [sum(parts), *positions]
+        mask = (torch.rand(shape) < 0.6) if masked else None
+        if masked:
+            mask.view(-1)[0] = True
+        shape.insert(channel_dim if channel_dim > 0 else len(shape), d)
+        x = (torch.randn(shape, dtype=torch.float64) * 2 + 3).to(kind)
+        if masked:
+            x = torch.where(mask.unsqueeze(channel_dim), x, float("nan"))
+        dy = torch.randn(shape, dtype=torch.float64).to(kind)
+
+        own = slice(sum(parts[: dist.get_rank()]), sum(parts[: dist.get_rank() + 1]))
+        mine = x[own].clone().requires_grad_()
+        layer.zero_grad()
+        y = run(mine, *([mask[own]] if masked else []))
+        assert y.dtype == kind
+        assert y.shape == mine.shape
+        y.backward(dy[own])
+
+        rows, rows_dy = (t.movedim(channel_dim, -1).double().numpy() for t in (x, dy))
+        real = None if mask is None else mask.numpy()
+        clean = rows if mask is None else np.where(real[..., None], rows, 0.0)
+        largest = max(largest, np.abs(clean).max())
+        s = oracle.measure(rows, real, per_position)
+        spread = s.var_B, s.var_F, 1 / np.maximum(s.m, 1)
+        wanted = oracle.train(rows, gamma, beta, mask=real, per_position=per_position, **options)
+        dx, dgamma, dbeta = oracle.train_backward(rows, rows_dy, gamma, mask=real, per_position=per_position, **options)
+        bound = tolerance.output(rows, wanted, *spread, gamma, beta, kind, **options)
+        if len(mine):
+            tolerance.close(y.movedim(channel_dim, -1), wanted[own], bound[own], "y")
+        for_x, for_gamma, for_beta = tolerance.gradient(rows, dx, rows_dy, *spread, gamma, kind, **options)
+        if len(mine):
+            tolerance.close(mine.grad.movedim(channel_dim, -1), dx[own], for_x[own], "dx")
+        if affine:
+            tolerance.close(total(layer.weight.grad), dgamma, for_gamma, "dgamma")
+            tolerance.close(total(layer.bias.grad), dbeta, for_beta, "dbeta")
+        expected.update(clean, momentum, real, per_position)
+    assert_population(layer, expected, largest, tolerance.ROUNDINGS)
+
+
+def said(call) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# ---- what one rank does to the others
+
+
+def empty_everywhere() -> None:
+    """No rank has a sample: nothing is learned, and backward passes."""
+    layer = bln.BatchLayerNorm(3, process_group="world")
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.empty(0, 3, 4, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert torch.equal(layer.weight.grad, torch.zeros(3))
+    assert torch.equal(layer.bias.grad, torch.zeros(3))
+    layer(torch.ones(2, 3, 4), torch.zeros(2, 4, dtype=torch.bool))
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name].expand_as(value) if value.dim() < 2 else torch.zeros_like(value)) or (
+            name.endswith("_var") and (value == 1).all()
+        ), name
+
+
+def not_finite_on_one_rank(value: float) -> None:
+    layer = bln.BatchLayerNorm(3, process_group="world", position_shape=4)
+    layer(torch.randn(4, 3, 4))
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.randn(4, 3, 4)
+    if dist.get_rank() == 0:
+        x[1, 2, 3] = value
+    y = layer(x)
+    assert not y[:, 2, 3].isfinite().all()
+    assert all(torch.equal(after, before[name]) for name, after in layer.state_dict().items())
+    layer(torch.randn(4, 3, 4))
+    assert layer.population.updates.unique().tolist() == [2]
+
+
+def sequences_of_different_lengths(seed: int) -> None:
+    """Each rank pads to its own longest: the joined mini-batch is one padded to the longest of all, masked."""
+    torch.manual_seed(seed)
+    longest, lengths = 7, [7, 4, 2][: dist.get_world_size()]
+    layer = bln.BatchLayerNorm(5, channel_dim=-1, position_shape=longest, process_group="world", dtype=torch.float64)
+    x, dy = torch.randn(2, 3 * len(lengths), longest, 5, dtype=torch.float64).unbind()
+    mask = torch.zeros(len(x), longest, dtype=torch.bool)
+    for rank, length in enumerate(lengths):
+        mask[3 * rank : 3 * rank + 3, :length] = True
+    mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3), slice(lengths[dist.get_rank()])
+    own = x[mine].clone().requires_grad_()
+    y = layer(own)
+    y.backward(dy[mine])
+    wanted = oracle.train(x.numpy(), mask=mask.numpy())
+    dx, dgamma, _ = oracle.train_backward(x.numpy(), dy.numpy(), mask=mask.numpy())
+    torch.testing.assert_close(y, torch.tensor(wanted)[mine], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(own.grad, torch.tensor(dx)[mine], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(total(layer.weight.grad), torch.tensor(dgamma), rtol=1e-9, atol=1e-9)
+    expected = oracle.Population((longest,), 5)
+    expected.update(np.where(mask[..., None], x, 0.0), 0.1, mask.numpy())
+    assert_population(layer, expected, 4.0, 64)
+
+
+def changed_in_place() -> None:
+    """As a ReLU behind, or a residual sum, may do."""
+    for channel_dim, shape in ((1, (4, 3, 2)), (-1, (4, 2, 3)), (1, (4, 3))):
+        for per_position in (True, False):
+            layer = bln.BatchLayerNorm(3, channel_dim=channel_dim, per_position=per_position, process_group="world")
+            x = torch.randn(shape, requires_grad=True)
+            layer(x).add_(x).relu_().sum().backward()
+            changed, x.grad = x.grad, None
+            (layer(x) + x).relu().sum().backward()
+            torch.testing.assert_close(changed, x.grad)
+
+
+def eval_is_local(config: str) -> None:
+    """Only rank 0 runs the layer in eval(): it would wait for ever if that took the others."""
+    layer = bln.BatchLayerNorm(3, process_group="world", config=config)
+    layer(torch.randn(4, 3))
+    layer.eval()
+    if dist.get_rank() == 0:
+        alone = copy.deepcopy(layer)
+        alone.process_group = None
+        x = torch.randn(4, 3)
+        assert torch.equal(layer(x), alone(x))
+
+
+def sequences_of_unknown_lengths() -> str:
+    layer = bln.BatchLayerNorm(5, channel_dim=-1, process_group="world")
+    before = copy.deepcopy(layer.state_dict())
+    text = said(lambda: layer(torch.randn(3, 7 - dist.get_rank(), 5)))
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    return text
+
+
+def collectives_are_one_each_way(masked: bool) -> None:
+    layer = bln.BatchLayerNorm(3, process_group="world", position_shape=2)
+    mask = torch.ones(4, 2, dtype=torch.bool) if masked else None
+    calls: list[str] = []
+    kept = {name: getattr(dist, name) for name in ("all_gather_single", "all_reduce", "all_gather", "broadcast")}
+
+    def counted(name):
+        return lambda *args, **kwargs: (calls.append(name), kept[name](*args, **kwargs))[1]
+
+    try:
+        for name in kept:
+            setattr(dist, name, counted(name))
+        y = layer(torch.randn(4, 3, 2, requires_grad=True), mask)
+        assert calls == ["all_gather_single"], calls
+        y.sum().backward()
+        assert calls == ["all_gather_single", "all_reduce"], calls
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def a_group_of_some_ranks(seed: int) -> None:
+    """Ranks 0 and 1 of three: the layer takes the group, copies share it, and the third rank is left out."""
+    group = dist.new_group([0, 1])
+    torch.manual_seed(seed)
+    x = torch.randn(6, 3)
+    if dist.get_rank() == 2:
+        assert "no member" in said(lambda: bln.BatchLayerNorm(3, process_group=group))
+        return
+    layer = bln.BatchLayerNorm(3, process_group=group)
+    assert layer.process_group is group
+    assert "process_group=<2 ranks>" in repr(layer)
+    clone = copy.deepcopy(layer)
+    assert clone.process_group is group
+    alone = bln.BatchLayerNorm(3)
+    mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, 6)
+    torch.testing.assert_close(clone(x[mine]), alone(x)[mine], atol=1e-5, rtol=1e-5)
+    assert "state_dict" in said(lambda: pickle.dumps(layer))
+    alone.load_state_dict(layer.state_dict())
+    world = bln.BatchLayerNorm(3, process_group=dist.group.WORLD)
+    assert world.process_group == pickle.loads(pickle.dumps(world)).process_group == "world"
+
+
+# ---- whole nets
+
+
+def net(**kwargs) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv1d(3, 6, 3, padding=1), nn.ReLU(), bln.BatchLayerNorm(6, **kwargs), nn.Conv1d(6, 4, 3), nn.Tanh(),
+        bln.BatchLayerNorm(4, per_position=False, **kwargs), nn.Flatten(), nn.Linear(4 * 6, 2),
+    )  # fmt: skip
+
+
+def split(x: torch.Tensor, empty: bool = False) -> torch.Tensor:
+    """This rank's samples: unequal parts, the last rank's empty if asked for."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ends = [0, *(len(x) * (at + 1) // (world + 1) for at in range(world - 1)), len(x)]
+    if empty:
+        ends = [0, *[len(x)] * world]
+    return x[ends[rank] : ends[rank + 1]]
+
+
+def net_against_one_process(seed: int, how: str, empty: bool = False) -> None:
+    """A net trained a few steps by all ranks has the weights and statistics of one process with all samples."""
+    torch.manual_seed(seed)
+    # torch 2.13 compiled does not write to buffers of float64 without dimensions, such as pooled statistics.
+    dtype = torch.float32 if "compiled" in how else torch.float64
+    bound = {"rtol": 1e-3, "atol": 1e-4} if "compiled" in how else {"rtol": 1e-7, "atol": 1e-9}
+    single = net().to(dtype)
+    several = copy.deepcopy(single)
+    bln.convert(several, process_group="world")
+    assert all(layer.process_group == "world" for layer in bln.layers(several).values())
+    run, world = several, dist.get_world_size()
+    if how in ("ddp", "no_sync", "ddp compiled"):
+        run = nn.parallel.DistributedDataParallel(several)
+    if how == "ddp compiled":
+        run = torch.compile(run, backend="aot_eager")
+    if how == "compiled":
+        run = torch.compile(several, fullgraph=True, backend="aot_eager")
+    if how == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world,))
+        for module in several:
+            if list(module.parameters()):
+                fully_shard(module, mesh=mesh)
+        run = fully_shard(several, mesh=mesh)
+    if how == "checkpoint":
+        from torch.utils.checkpoint import checkpoint_sequential
+
+        def run(x):
+            return checkpoint_sequential(several, 2, x, use_reentrant=False)
+
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (single, several)]
+    for _ in range(3):
+        pieces = torch.randn(2, 7, 3, 8, dtype=dtype).unbind()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if how == "no_sync":  # two mini-batches, one exchange of gradients
+            with run.no_sync():
+                run(split(pieces[0], empty)).square().sum().mul(world).backward()
+            run(split(pieces[1], empty)).square().sum().mul(world).backward()
+            for piece in pieces:
+                single(piece).square().sum().backward()
+        else:
+            # DDP and FSDP average gradients over ranks: a sum over samples is world times that.
+            loss = run(split(pieces[0], empty)).square().sum() * world
+            loss.backward()
+            single(pieces[0]).square().sum().backward()
+        if how in ("compiled", "checkpoint"):
+            for parameter in several.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, theirs), ours in zip(single.named_parameters(), several.parameters(), strict=True):
+        full = ours.full_tensor() if how == "fsdp" else ours
+        torch.testing.assert_close(full, theirs, **bound, msg=lambda text, name=name: f"{name}: {text}")
+    for name, layer in bln.layers(several).items():
+        for key, buffer in layer.population.named_buffers():
+            assert type(buffer) is torch.Tensor, "statistics are not sharded"
+            torch.testing.assert_close(buffer, getattr(bln.layers(single)[name].population, key), **bound)
+
+
+def sync_batch_norm_hands_over_its_group() -> None:
+    group = dist.new_group([0, 1])
+    model = nn.Sequential(nn.SyncBatchNorm(3), nn.SyncBatchNorm(3, process_group=group), nn.BatchNorm1d(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bln.convert(model)
+    assert model[0].process_group == "world"
+    assert model[1].process_group is group
+    assert model[2].process_group is None
+
+
+# ---- statistics over ranks
+
+
+def averages(seed: int) -> None:
+    """Unsynchronized layers with plain averages: twice, with training in between, as one process over all."""
+    torch.manual_seed(seed)
+    d, rank, world = 3, dist.get_rank(), dist.get_world_size()
+    layer = bln.BatchLayerNorm(d, momentum=None, dtype=torch.float64)
+    unused = bln.BatchLayerNorm(2)
+    only_first = bln.BatchLayerNorm(2, dtype=torch.float64)
+    model = nn.ModuleList([layer, unused, only_first])
+    expected = oracle.Population((4,), d)
+    for _ in range(2):
+        for at in range(2 * world):
+            # Even numbers of samples for each rank, so that its share of the counters is a whole number.
+            x = torch.randn(2 + 2 * (at % world), d, 4, dtype=torch.float64)
+            if at % world == rank:
+                layer(x)
+            expected.update(x.movedim(1, -1).numpy(), None)
+        bln.average_statistics(model)
+        for name, theirs in NAMES.items():
+            bound = 1e-12
+            tolerance.close(getattr(layer.population, name), getattr(expected, theirs), bound, name)
+        assert (layer.population.samples[0].numpy() == np.ceil(expected.samples / world)).all()
+    assert not unused.population.updates.any()
+    x = torch.randn(4, 2, 5, dtype=torch.float64)
+    if rank == 0:
+        only_first(x)
+    bln.average_statistics(model, dist.group.WORLD)
+    alone = bln.BatchLayerNorm(2, dtype=torch.float64)
+    alone(x)
+    assert only_first.population.position_shape == (5,)
+    torch.testing.assert_close(only_first.population.batch_var, alone.population.batch_var)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(3):  # counters that grew each time would overflow one day
+        bln.average_statistics(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) if not value.is_floating_point() else True, name
+        torch.testing.assert_close(value, before[name], rtol=1e-12, atol=1e-12)
+
+
+def averages_of_different_models() -> str:
+    model = nn.ModuleList([bln.BatchLayerNorm(3 if dist.get_rank() == 0 else 4)])
+    return said(lambda: bln.average_statistics(model))
+
+
+def averages_of_different_positions() -> str:
+    layer = bln.BatchLayerNorm(3)
+    layer(torch.randn(4, 3, 5 if dist.get_rank() == 0 else 6))
+    return said(lambda: bln.average_statistics(layer))
+
+
+def trained(seed: int, **kwargs) -> nn.Module:
+    torch.manual_seed(seed)
+    model = net(**kwargs)
+    bln.configure(model, "FFFF")
+    model.train()
+    for layer in bln.layers(model).values():
+        layer.process_group = None
+    for _ in range(3):
+        model(torch.randn(6, 3, 8))
+    for layer in bln.layers(model).values():
+        layer.process_group = kwargs.get("process_group")
+    return model
+
+
+def shares(seed: int, number: int = 5) -> tuple[list, list]:
+    """All batches, and this rank's: all but the last of the ranks take turns, the last has none."""
+    torch.manual_seed(seed)
+    batches = [(torch.randn(4 + at, 3, 8), torch.randint(2, (4 + at,))) for at in range(number)]
+    workers = max(dist.get_world_size() - 1, 1)
+    return batches, [batch for at, batch in enumerate(batches) if at % workers == dist.get_rank()]
+
+
+def calibrated(seed: int, wrapped: bool, synchronized: bool) -> None:
+    model = trained(seed, **({"process_group": "world"} if synchronized else {}))
+    alone = trained(seed)
+    everything, mine = shares(seed)
+    run = nn.parallel.DistributedDataParallel(model) if wrapped else model
+    bln.calibrate(run, iter(mine), process_group="world", progress=False)
+    bln.calibrate(alone, everything, progress=False)
+    for name, layer in bln.layers(model).items():
+        assert layer.process_group == ("world" if synchronized else None)
+        for key, buffer in layer.population.named_buffers():
+            theirs = getattr(bln.layers(alone)[name].population, key)
+            torch.testing.assert_close(buffer, theirs, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def searched(seed: int, how: dict) -> list:
+    model, alone = trained(seed), trained(seed)
+    everything, mine = shares(seed)
+    before = copy.deepcopy(model.state_dict())
+    train, mine_train = shares(seed + 1, 3)
+    extra = {"calibrate": mine_train} if how.pop("calibrate", False) else {}
+    options = {"loss": F.cross_entropy, "metrics": "accuracy", "progress": False, **how}
+    result = bln.search(model, iter(mine), process_group="world", **options, **extra)
+    single = bln.search(alone, everything, **options, **({"calibrate": train} if extra else {}))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert result.samples == single.samples
+    assert result.batches == len(everything)
+    if not how.get("sampler"):
+        for row in result if not how.get("rebatch") else []:
+            theirs = single[row.config]
+            assert np.isclose(row.loss, theirs.loss, rtol=1e-5), (row.config, row.loss, theirs.loss)
+            assert np.isclose(row.loss_error, theirs.loss_error, rtol=1e-4)
+            assert np.isclose(row.metrics["accuracy"], theirs.metrics["accuracy"])
+            if extra:
+                assert np.isclose(row.uncalibrated.loss, theirs.uncalibrated.loss, rtol=1e-5)
+    if how.get("per_layer") and not how.get("robust"):
+        assert result.best.loss <= min(row.loss for row in result if not row.per_layer)
+    result.apply(model)
+    return [[row.label, row.loss, row.loss_error, {k: s.loss for k, s in row.rebatched.items()}] for row in result]
+
+
+def fails_on_one_rank(what: str) -> str:
+    model = trained(0)
+
+    def batches():
+        yield from shares(0)[0][:2]
+        if dist.get_rank() == 0:
+            raise OSError("the disk is gone")
+
+    before = copy.deepcopy(model.state_dict())
+    start = time.monotonic()
+    if what == "calibrate":
+        text = said(lambda: bln.calibrate(model, batches(), process_group="world", progress=False))
+    elif what == "search":
+        text = said(lambda: bln.search(model, batches(), loss=F.cross_entropy, process_group="world", progress=False))
+    else:
+        text = said(
+            lambda: bln.search(
+                model, shares(0)[0], loss=F.cross_entropy, calibrate=batches(), process_group="world", progress=False
+            )
+        )
+    assert time.monotonic() - start < 10
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return text
+
+
+def no_batches_anywhere() -> str:
+    return said(lambda: bln.calibrate(net(), [], process_group="world", progress=False))

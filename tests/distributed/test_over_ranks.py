@@ -1,0 +1,55 @@
+"""Averaging, calibrating and searching with several processes."""
+
+import random
+
+import pytest
+
+
+def test_averaged_statistics_are_those_of_one_process(two, three):
+    for ranks in (two, three):
+        ranks.check("averages", seed=random.randrange(2**31))
+
+
+def test_ranks_with_different_models_are_told(two):
+    assert all("different BatchLayerNorm layers" in text for text in two.check("averages_of_different_models"))
+
+
+def test_ranks_with_different_positions_are_told(two):
+    assert all("[(5,), (6,)]" in text for text in two.check("averages_of_different_positions"))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "in DDP"])
+@pytest.mark.parametrize("synchronized", [False, True], ids=["local", "synchronized"])
+def test_calibrated_statistics_are_those_of_one_process(two, three, wrapped, synchronized):
+    """One rank has no batches at all."""
+    for ranks in (two, three):
+        ranks.check("calibrated", seed=random.randrange(2**31), wrapped=wrapped, synchronized=synchronized)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"calibrate": True},
+        {"per_layer": True},
+        {"rebatch": True},
+        {"per_layer": True, "sampler": "random", "trials": 3},
+        {"per_layer": True, "robust": True, "sampler": "tpe", "trials": 2},
+    ],
+    ids=str,
+)
+def test_all_ranks_find_what_one_process_finds(three, how):
+    first, *others = three.check("searched", seed=random.randrange(2**31), how=how)
+    assert len(first) >= 16
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("what", ["calibrate", "search", "calibrate in search"])
+def test_an_exception_on_one_rank_fails_the_others(three, what):
+    first, *others = three.check("fails_on_one_rank", what=what)
+    assert first == "OSError: the disk is gone"
+    assert all("rank 0 raised an exception" in other for other in others)
+
+
+def test_no_batches_on_any_rank_is_an_error(two):
+    assert all("calibrate got no batches" in text for text in two.check("no_batches_anywhere"))

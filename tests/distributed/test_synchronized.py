@@ -1,0 +1,126 @@
+"""Synchronized statistics: ranks together do what one process with all samples does."""
+
+import random
+import time
+
+import pytest
+from ranks import HERE, start
+
+SHARES = {
+    "two": [[4, 4], [1, 6], [0, 5], [7, 0], [1, 1]],
+    "three": [[2, 3, 4], [0, 5, 1], [6, 0, 0], [1, 0, 1]],
+}
+
+
+@pytest.fixture(params=["two", "three"])
+def ranks(request):
+    return request.getfixturevalue(request.param)
+
+
+def against_the_oracle(ranks, **case):
+    name = "two" if ranks.world == 2 else "three"
+    defaults = {
+        "seed": random.randrange(2**31), "shares": SHARES[name], "dtype": "float32", "positions": [3, 2],
+        "channel_dim": 1, "per_position": True, "masked": False, "momentum": 0.3,
+    }  # fmt: skip
+    ranks.check("against_the_oracle", **{**defaults, **case})
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_gradients_and_population_are_those_of_one_process(ranks, dtype, per_position, masked):
+    against_the_oracle(ranks, dtype=dtype, per_position=per_position, masked=masked)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("momentum", [None, 0.1])
+@pytest.mark.parametrize(("positions", "channel_dim"), [([], 1), ([3], -1), ([2, 3], -1)])
+def test_every_layout_type_and_momentum(two, dtype, momentum, positions, channel_dim):
+    for per_position in (True, False):
+        against_the_oracle(
+            two, dtype=dtype, momentum=momentum, positions=positions, channel_dim=channel_dim,
+            per_position=per_position, affine=momentum is None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+def test_without_looking_at_counts_as_on_a_gpu(two, per_position, masked):
+    against_the_oracle(two, per_position=per_position, masked=masked, looking=False)
+
+
+@pytest.mark.parametrize(("masked", "backend"), [(False, "inductor"), (True, "aot_eager")], ids=["whole", "masked"])
+def test_compiled_in_one_graph(two, masked, backend):
+    against_the_oracle(two, shares=[[3, 4], [3, 4]], masked=masked, compiled=backend, per_position=masked)
+
+
+def test_a_mini_batch_without_any_sample_teaches_nothing(ranks):
+    ranks.check("empty_everywhere")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_not_finite_on_one_rank_enters_nowhere(two, value):
+    two.check("not_finite_on_one_rank", value=float(value))
+
+
+def test_ranks_may_pad_sequences_to_different_lengths(ranks):
+    ranks.check("sequences_of_different_lengths", seed=random.randrange(2**31))
+
+
+def test_different_positions_are_refused_on_all_ranks_before_they_are_learned(two):
+    assert all(
+        "[(7,), (6,)]" in text and "position_shape=" in text for text in two.check("sequences_of_unknown_lengths")
+    )
+
+
+@pytest.mark.parametrize("config", ["TTFF", "FFFF"])
+def test_eval_does_not_communicate(two, config):
+    two.check("eval_is_local", config=config)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_forward_and_backward_use_one_collective_each(two, masked):
+    two.check("collectives_are_one_each_way", masked=masked)
+
+
+def test_a_group_of_its_own_is_shared_by_copies_and_not_pickled(three):
+    three.check("a_group_of_some_ranks", seed=random.randrange(2**31))
+
+
+@pytest.mark.parametrize("how", ["ddp", "no_sync", "fsdp", "compiled", "ddp compiled", "checkpoint"])
+def test_a_net_trains_as_in_one_process(two, how):
+    two.check("net_against_one_process", seed=random.randrange(2**31), how=how)
+
+
+@pytest.mark.parametrize("how", ["ddp", "no_sync", "fsdp", "checkpoint"])
+def test_a_net_trains_with_ranks_that_have_no_data(three, how):
+    three.check("net_against_one_process", seed=random.randrange(2**31), how=how, empty=True)
+
+
+def test_converting_sync_batch_norm_keeps_its_group(two):
+    two.check("sync_batch_norm_hands_over_its_group")
+
+
+@pytest.mark.parametrize(("what", "world"), [("train", 3), ("hang", 2), ("calibrate", 2)])
+def test_a_lost_rank_fails_the_others_with_a_clear_error(tmp_path, what, world):
+    """Killed, the others hear of it at once; stopped, when the group's timeout of 6 s is over."""
+    processes = start([str(HERE / "killed.py"), what], world, str(tmp_path))
+    try:
+        began = time.monotonic()
+        outputs = [process.communicate(timeout=100)[0] for process in processes[:-1]]
+        assert time.monotonic() - began < 90
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+    for rank, output in enumerate(outputs):
+        assert f"caught rank {rank} of {world}" in output, output
+        assert "has died" in output
+        assert output.rstrip().endswith("done")
+
+
+def test_the_output_may_be_changed_in_place(two):
+    two.check("changed_in_place")

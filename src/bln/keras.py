@@ -490,7 +490,7 @@ def search(
     functions = {"loss": keras.losses.get(loss), **_named(metrics)}
     configs = list(StatisticsConfig.all())
     before = {name: layer.config for name, layer in found.items()}
-    tally = Tally([name for name in functions if name != "loss"])
+    tally = Tally([name for name in functions if name != "loss"], len(configs))
     try:
         with closing(_tracked(batches, "search", progress)) as tracked:
             for batch in tracked:

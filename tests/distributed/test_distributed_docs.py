@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from test_docs import SEVERAL_PROCESSES, blocks
+from test_docs import blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def test_the_page_runs_on_two_processes(tmp_path):
     script = tmp_path / "page.py"
     beginning = "import warnings; warnings.simplefilter('error', UserWarning)"
     ending = "import os; print('end of page', flush=True); os._exit(0)  # gloo's threads outlive the interpreter"
-    script.write_text("\n".join([beginning, *blocks(SEVERAL_PROCESSES), ending]), encoding="utf-8")
+    script.write_text("\n".join([beginning, *blocks(ROOT / "docs/distributed.md"), ending]), encoding="utf-8")
     assert torchrun(script).count("end of page") == 2
 
 

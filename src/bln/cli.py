@@ -23,9 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename or 'a file'}: {error.strerror or error}")
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
 
 
 def _fail(message: str) -> None:

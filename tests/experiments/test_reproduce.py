@@ -35,7 +35,7 @@ class TestPlan:
         [
             ({"batch_sizes": [0]}, "a batch size must be at least 1, got 0"),
             ({"fractions": [2.0]}, r"must be in \(0, 1\], got 2"),
-            ({"norms": ["bnl"]}, "unknown normalizer 'bnl'; did you mean 'bln'"),
+            ({"norms": ["bln-hal"]}, "unknown normalizer 'bln-hal'; did you mean 'bln-half'"),
             ({"seeds": 0}, "seeds must be at least 1, got 0"),
             ({"epochs": 0}, "epochs must be at least 1, got 0"),
             ({"protocol": "dirty"}, "must be 'paper' or 'clean', got 'dirty'"),
@@ -107,7 +107,7 @@ class TestCommandLine:
         [
             ("reproduce cnn --fraction 2", "a fraction of the training data must be in (0, 1], got 2"),
             ("reproduce cnn --batch-size 0", "a batch size must be at least 1, got 0"),
-            ("reproduce cnn --norms lm", "unknown normalizer 'lm'; did you mean 'ln'?"),
+            ("reproduce cnn --norms batchnorm", "unknown normalizer 'batchnorm'; did you mean 'batchrenorm'?"),
             ("reproduce gnn", "expected cnn, rnn, all or resnet, got 'gnn'"),
             ("reproduce cnn --data-dir {}/nowhere --epochs 1 --seeds 1 --out {}/out", "bln data get cifar10"),
             ("reproduce cnn --device tpu --out {}", "device 'tpu' cannot be used here"),

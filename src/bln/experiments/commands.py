@@ -103,10 +103,21 @@ def _run(
     chosen = sweep.device(device)
     runs.claim(out)
     console = Console()
-    with _bar(len(settings)) as progress:
-        ended = sweep.reproduce(
-            settings, out, data_dir, device=chosen, workers=workers, backend=backend, address=address, progress=progress
-        )
+    try:
+        with _bar(len(settings)) as progress:
+            ended = sweep.reproduce(
+                settings,
+                out,
+                data_dir,
+                device=chosen,
+                workers=workers,
+                backend=backend,
+                address=address,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
     summary = sweep.summarize(out)
     runs.write(out / "summary.json", (json.dumps(summary) + "\n").encode())
     console.print(reports.table(summary))

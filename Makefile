@@ -9,13 +9,15 @@ INTEGRATIONS := .venv-integrations
 test: $(READY)  ## all tests, under 10 minutes on two cores
 	$(BIN)/python -m pytest
 
-# Keras takes one backend for each process: all three run, and one that fails fails the target.
+# Keras takes one backend for each process, and Ray does not like JAX in its own: all run, and one that fails fails the target.
 test-integrations: $(INTEGRATIONS)/.ready  ## the layer in other frameworks, in an environment of its own
 	failed=; for backend in tensorflow jax torch; do \
 	  echo "Keras on $$backend"; \
 	  KERAS_BACKEND=$$backend $(INTEGRATIONS)/bin/python -m pytest -n 0 tests/integrations/keras_backends || failed=1; \
 	done; \
-	$(INTEGRATIONS)/bin/python -m pytest -n 0 tests/integrations --ignore tests/integrations/keras_backends || failed=1; \
+	$(INTEGRATIONS)/bin/python -m pytest -n 0 tests/integrations/ray_cluster || failed=1; \
+	$(INTEGRATIONS)/bin/python -m pytest -n 0 tests/integrations --ignore tests/integrations/keras_backends \
+	  --ignore tests/integrations/ray_cluster || failed=1; \
 	test -z "$$failed"
 
 test-browser: $(READY)  ## the report in a headless Chromium; BLN_BROWSER names another browser

@@ -68,7 +68,8 @@ class BatchLayerNorm(nnx.Module):
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. It can be
             assigned at any time outside of ``jit``; compiled functions follow, since it is data.
         dim_scale: Divide by the root of ``num_features``, as the paper does.
-        bias_init, scale_init: Initializers, as in ``nnx.BatchNorm``.
+        bias_init: Initializers, as in ``nnx.BatchNorm``.
+        scale_init: Likewise.
         axis_name: Inside ``pmap``, ``shard_map`` or ``vmap``, the axis over which training mini-batches are one: counts
             and sums are added up, so that shards weigh as much as they have real entries. Inference stays local.
         axis_index_groups: Groups of indices along that axis, each with statistics of its own.

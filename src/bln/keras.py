@@ -81,8 +81,12 @@ class BatchLayerNormalization(keras.layers.Layer):
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. It can be
             assigned at any time, compiled functions follow. It is saved with the weights.
         dim_scale: Divide by the root of the number of features, as the paper does.
-        beta_initializer, gamma_initializer, beta_regularizer, gamma_regularizer, beta_constraint, gamma_constraint:
-            As in ``BatchNormalization``.
+        beta_initializer: As Keras's own normalization layers take it.
+        gamma_initializer: As Keras's own normalization layers take it.
+        beta_regularizer: Likewise.
+        gamma_regularizer: Likewise.
+        beta_constraint: Likewise.
+        gamma_constraint: Likewise.
         **kwargs: ``name``, ``dtype`` and so on.
 
     Shape:

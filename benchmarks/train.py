@@ -3,8 +3,8 @@
     python benchmarks/train.py [--threads 2] [--seconds 6] [--device cpu] [--markdown FILE]
 
 Plainly is: BLN as a chain of operators, an LSTM as a loop over time that autograd differentiates, an embedding whose
-whole gradient is filled anew. Weights are the same, inputs random, and the two take turns. An epoch is 9,000 images
-for the LeNet and 4,000 reviews for the LSTM.
+whole gradient is filled anew. Inputs are random, a whole epoch of them, and the two take turns. An epoch is 9,000
+images for the LeNet and 4,000 reviews for the LSTM.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -78,19 +79,18 @@ def stepper(task: str, model: nn.Module, size: int, device: torch.device) -> Cal
     model.to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=TASKS[task].learning_rate, fused=not _plain(model))
     if task == "cnn":
-        inputs, targets = torch.randn(20, size, 3, 32, 32), torch.randint(10, (20, size))
-        inputs = inputs if _plain(model) else inputs.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        inputs = inputs.view(20, size, 3, 32, 32) if _plain(model) else inputs.unflatten(0, (20, size))
-        model = model if _plain(model) else model.to(memory_format=torch.channels_last)
+        inputs, targets = torch.randn(EPOCH[task], 3, 32, 32), torch.randint(10, (EPOCH[task],))
+        if not _plain(model):
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     else:
-        inputs, targets = torch.randint(20_000, (20, size, 80)), torch.rand(20, size).round()
-    inputs, targets, at = inputs.to(device), targets.to(device), 0
+        inputs, targets = torch.randint(20_000, (EPOCH[task], 80)), torch.rand(EPOCH[task]).round()
+    batches = cycle(zip(inputs.to(device).split(size), targets.to(device).split(size), strict=True))
 
     def step() -> None:
-        nonlocal at
-        at = (at + 1) % len(inputs)
+        x, y = next(batches)
         optimizer.zero_grad()
-        TASKS[task].loss(model(inputs[at]), targets[at]).backward()
+        TASKS[task].loss(model(x), y).backward()
         optimizer.step()
 
     return step

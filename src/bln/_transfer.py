@@ -34,6 +34,12 @@ class State(NamedTuple):
     """The weight of the new value."""
 
 
+def options(per_position: bool, eps: float, mix_eps: float | None, dim_scale: bool) -> dict[str, float | bool]:
+    """For ``State.options``."""
+    mix_eps = eps if mix_eps is None else mix_eps
+    return {"per_position": per_position, "eps": eps, "mix_eps": mix_eps, "dim_scale": dim_scale}
+
+
 class Framework(NamedTuple):
     """What is done with a model, in the framework it is made of."""
 
@@ -198,12 +204,7 @@ def _read(layer: BatchLayerNorm) -> State:
         tensors={name: None if t is None else t.detach().cpu().clone() for name, t in tensors.items()},
         positions=layer.population.position_shape,
         config=layer.config,
-        options={
-            "per_position": layer.per_position,
-            "eps": layer.eps,
-            "mix_eps": layer.eps if layer.mix_eps is None else layer.mix_eps,
-            "dim_scale": layer.dim_scale,
-        },
+        options=options(layer.per_position, layer.eps, layer.mix_eps, layer.dim_scale),
         momentum=layer.momentum,
     )
 

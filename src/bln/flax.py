@@ -21,7 +21,7 @@ import torch
 
 from . import _arrays, formula
 from ._arrays import Population
-from ._transfer import State, as_numpy, as_tensor
+from ._transfer import State, as_numpy, as_tensor, options
 from .config import StatisticsConfig
 from .model import configure_layers
 from .population import window
@@ -322,12 +322,7 @@ def read(layer: BatchLayerNorm) -> State:
         },
         positions=layer.position_shape,
         config=layer.config,
-        options={
-            "per_position": layer.per_position,
-            "eps": layer.eps,
-            "mix_eps": layer.eps if layer.mix_eps is None else layer.mix_eps,
-            "dim_scale": layer.dim_scale,
-        },
+        options=options(layer.per_position, layer.eps, layer.mix_eps, layer.dim_scale),
         momentum=None if layer.momentum is None else 1 - layer.momentum,
     )
 

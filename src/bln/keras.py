@@ -23,7 +23,7 @@ from ._arrays import Population
 from ._search.result import Row, SearchResult, ranked
 from ._search.scores import Tally
 from ._search.search import DEPENDS_ON_BATCH
-from ._transfer import State, as_numpy, as_tensor
+from ._transfer import State, as_numpy, as_tensor, options
 from .config import StatisticsConfig
 from .formula import Statistics
 from .model import configure_layers
@@ -570,12 +570,7 @@ def read(layer: BatchLayerNormalization) -> State:
         },
         positions=layer._positions,
         config=layer.config,
-        options={
-            "per_position": layer.per_position,
-            "eps": layer.epsilon,
-            "mix_eps": layer.epsilon if layer.mix_epsilon is None else layer.mix_epsilon,
-            "dim_scale": layer.dim_scale,
-        },
+        options=options(layer.per_position, layer.epsilon, layer.mix_epsilon, layer.dim_scale),
         momentum=None if layer.momentum is None else 1 - layer.momentum,
     )
 

@@ -39,20 +39,22 @@ def train(
     else:
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
 
-    def variance(rstd: Tensor) -> Tensor:  # its rounding error is that of variance + eps, as which it is used
-        return rstd.detach().pow(-2).sub(eps).clamp(min=0)
-
     if rows.is_contiguous():  # into memory that is there: a new page costs more than the sum that fills it
         y = y_F.add_(y_B.movedim(channel_dim, -1)).movedim(-1, channel_dim)
     else:
         y = y_B + y_F.movedim(-1, channel_dim)
     return y, Statistics(
         batch_mean,
-        variance(batch_rstd),
+        variance(batch_rstd, eps),
         feature_mean.squeeze(-1),
-        variance(feature_rstd.squeeze(-1)),
+        variance(feature_rstd.squeeze(-1), eps),
         x.new_full((), 1 / n),
     )
+
+
+def variance(rstd: Tensor, eps: float) -> Tensor:
+    """The variance behind a norm's inverse deviation; its rounding error is that of variance + eps, as it is used."""
+    return rstd.detach().pow(-2).sub(eps).clamp(min=0)
 
 
 def _batch_norm(

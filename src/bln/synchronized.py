@@ -302,7 +302,7 @@ class _Train(torch.autograd.Function):
         x_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), None, None, task.eps)
 
         entries = n if task.per_position else rows.numel() // d
-        feature_var = feature_rstd.pow(-2).sub_(task.eps).clamp_(min=0).squeeze(-1)
+        feature_var = native.variance(feature_rstd, task.eps).squeeze(-1)
         over = 0 if task.per_position else tuple(range(rows.dim() - 1))
         sums = _sums(entries, n, feature_mean.squeeze(-1), feature_var, over)
         own_mean, squares, sums = (_fit(value, task.positions) for value in (own_mean, own_var * entries, sums))

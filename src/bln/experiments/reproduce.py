@@ -201,7 +201,7 @@ def summarize(out: Path) -> dict[str, Any]:
     """All runs in a folder as one small record: what the report is made from."""
     found, machines = [], set()
     for path in sorted((out / "runs").glob("*/settings.json")):
-        read = runs._read_json(path)
+        read = runs.read_json(path)
         if read is None or read.get("format") != runs.FORMAT:
             continue
         folder = RunFolder(out, Settings(**read["settings"]))

@@ -76,7 +76,7 @@ class RunFolder:
         for stray in self.path.glob(".*.tmp"):
             stray.unlink(missing_ok=True)
         asked = {"format": FORMAT, "settings": asdict(self.settings)}
-        found = _read_json(self.path / "settings.json")
+        found = read_json(self.path / "settings.json")
         if found is None:
             write(self.path / "settings.json", _json({**asked, "environment": environment()}))
             return
@@ -132,7 +132,7 @@ class RunFolder:
             content, metrics = ((self.path / name).read_bytes() for name in ("result.json", "metrics.jsonl"))
         except OSError:
             return None
-        found = _read_json(self.path / "result.json")
+        found = read_json(self.path / "result.json")
         if found is None or _json(found) != content:
             return None
         given, of_metrics = found.pop("sha256", None), found.get("metrics_sha256")
@@ -162,7 +162,7 @@ class RunFolder:
 def claim(out: Path) -> None:
     """Make the folder of all runs, or see that the one there is of this version."""
     mine = {"format": FORMAT, "version": bln.__version__}
-    found = _read_json(out / "version.json")
+    found = read_json(out / "version.json")
     if found is None:
         out.mkdir(parents=True, exist_ok=True)
         write(out / "version.json", _json(mine))
@@ -214,7 +214,8 @@ def _json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object; ``None`` where it is missing or harmed."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -266,21 +266,23 @@ def test_distributed_data_parallel_with_lazily_shaped_buffers(tmp_path):
 
 
 def test_importing_bln_is_light():
-    """Nothing but torch and the standard library, and under 0.2 s on top of torch."""
+    """Nothing but torch and the standard library, and a fifth of the time that torch itself takes (1 s)."""
     code = textwrap.dedent(
         """
-        import sys, time, torch
-        before, start = set(sys.modules), time.process_time()
+        import sys, time
+        start = time.process_time()
+        import torch
+        before, middle = set(sys.modules), time.process_time()
         import bln
-        seconds = time.process_time() - start
+        share = (time.process_time() - middle) / (middle - start)
         extras = ("numpy", "rich", "pandas", "optuna", "sklearn", "scipy", "matplotlib", "triton", "keras", "jax")
-        print(seconds, [name for name in extras if name in set(sys.modules) - before])
+        print(share, [name for name in extras if name in set(sys.modules) - before])
         """
     )
-    fastest = float("inf")
+    smallest = float("inf")
     for _ in range(3):  # the first may have to compile it
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds, extras = done.stdout.split(maxsplit=1)
+        share, extras = done.stdout.split(maxsplit=1)
         assert extras.strip() == "[]"
-        fastest = min(fastest, float(seconds))
-    assert fastest < 0.2
+        smallest = min(smallest, float(share))
+    assert smallest < 0.2

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import TIMEOUT
 from torch import nn
 from torch.nn import functional as F
 
@@ -490,7 +491,7 @@ def fails_on_one_rank(what: str) -> str:
                 model, shares(0)[0], loss=F.cross_entropy, calibrate=batches(), process_group="world", progress=False
             )
         )
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < TIMEOUT / 2  # told by the other rank, not by the timeout
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     return text
 

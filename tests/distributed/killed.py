@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from ranks import join
 from torch import nn
 
@@ -12,8 +14,9 @@ import bln
 
 
 def main(what: str, rank: str, world: str, meet: str) -> None:
-    join(int(rank), int(world), meet, timeout=6)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), bln.BatchLayerNorm(4, process_group="world"), nn.Linear(4, 1))
+    join(int(rank), int(world), meet)
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), bln.BatchLayerNorm(4, process_group=group), nn.Linear(4, 1))
 
     def batches():
         for at in range(20):
@@ -23,7 +26,7 @@ def main(what: str, rank: str, world: str, meet: str) -> None:
 
     try:
         if what == "calibrate":
-            bln.calibrate(model, batches(), process_group="world", progress=False)
+            bln.calibrate(model, batches(), process_group=group, progress=False)
         else:
             for x in batches():
                 model(x).sum().backward()

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 """Seconds after which a collective gives up; a test waits longer, so that the error is what it sees."""
 
 
@@ -86,7 +86,7 @@ class Ranks:
         said = []
         while True:
             try:
-                line = self._lines[rank].get(timeout=6 * TIMEOUT)
+                line = self._lines[rank].get(timeout=2 * TIMEOUT)
             except queue.Empty:
                 raise AssertionError(f"rank {rank} hangs; it said {''.join(said)}") from None
             if line is None:
@@ -105,14 +105,14 @@ def _read(stream, lines: queue.Queue) -> None:
     lines.put(None)
 
 
-def join(rank: int, world: int, meet: str, timeout: float = TIMEOUT) -> None:
+def join(rank: int, world: int, meet: str) -> None:
     """Make this process a rank."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        "gloo", init_method=f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
     )
 
 

@@ -104,7 +104,7 @@ def test_converting_sync_batch_norm_keeps_its_group(two):
 
 @pytest.mark.parametrize(("what", "world"), [("train", 3), ("hang", 2), ("calibrate", 2)])
 def test_a_lost_rank_fails_the_others_with_a_clear_error(tmp_path, what, world):
-    """Killed, the others hear of it at once; stopped, when the group's timeout of 6 s is over."""
+    """Killed, the others hear of it at once; stopped, when the group's timeout of 8 s is over."""
     processes = start([str(HERE / "killed.py"), what], world, str(tmp_path))
     try:
         began = time.monotonic()

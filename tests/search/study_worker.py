@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import optuna  # noqa: F401 - takes a while: not when both are to begin
 import torch
 from search_nets import data, deep, trained
 from torch.nn import functional as F

@@ -163,7 +163,7 @@ def test_two_processes_work_on_one_study(tmp_path):
             wait_for(ready.exists, process)
         (tmp_path / "go").touch()
         for process, _ in workers:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
             assert process.returncode == 0, errors
     finally:
         for process, _ in workers:

@@ -1,9 +1,13 @@
-"""Launch choices: one kernel or two, in what tiles, by how many warps."""
+"""Launch choices: how slabs are held or swept over, in what tiles, by how many warps."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import lru_cache
+
+_RESIDENT = 16384  # values of a slab that registers hold: 64 of them in each of 256 threads
+_SHARE = 96 * 1024  # bytes of a slab for one program, where several share it
+_SHARERS = 16  # programs that may wait for each other: few enough to run at the same time whatever else runs
 
 
 def power_of_two(value: int) -> int:
@@ -22,56 +26,146 @@ class Launch:
 
     Attributes:
         samples, positions, features: The tile; all features are in it.
-        splits: Runs the samples are split into. 1: one program does both sweeps over its positions.
+        even: Tiles cover the input exactly.
         warps: For each program.
-        programs: For each multiprocessor, where the grid stays.
+        resident: Whole slabs are held in registers.
+        blocks: Tiles along positions.
+        programs: Of a resident grid, which goes from block to block.
+        stages: Blocks a resident grid loads ahead.
+        splits: Runs the samples of a block are split into, where it is swept over.
+        run: Samples of each.
+        together: The programs that share a block wait for each other between the sweeps. Otherwise, if there are
+            several, the sweeps are two launches.
+        fold: Column sums are added up in each iteration: each thread has the same columns of all samples of a tile.
     """
 
     samples: int
     positions: int
     features: int
-    splits: int
+    even: bool
     warps: int
-    programs: int
+    resident: bool
+    blocks: int
+    programs: int = 0
+    stages: int = 1
+    splits: int = 1
+    run: int = 0
+    together: bool = False
+    fold: bool = False
 
     @property
-    def tile(self) -> dict[str, int]:
-        """What a kernel is launched with."""
-        return {"BN": self.samples, "BP": self.positions, "BC": self.features, "num_warps": self.warps}
+    def tile(self) -> dict[str, int | bool]:
+        """What every kernel is launched with. Multiplications and additions may be fused, as Triton long did."""
+        tile = {"BN": self.samples, "BP": self.positions, "BC": self.features, "EVEN": self.even}
+        return {**tile, "num_warps": self.warps, "enable_fp_fusion": True}
 
-    @classmethod
-    def choose(
-        cls, n: int, p: int, c: int, *, backward: bool, wide: bool, positions_last: bool, processors: int
-    ) -> Launch:
-        """The heuristic, from timings on an H200; where positions lie side by side it is checked but not yet timed.
+    @property
+    def flags(self) -> int:
+        """How many programs say whether what they met is finite."""
+        return self.programs if self.resident else self.blocks
 
-        Args:
-            n: Samples.
-            p: Positions.
-            c: Features.
-            backward: Two tensors are read, and three sums kept for each column.
-            wide: Values of 4 bytes.
-            positions_last: Positions, not features, lie side by side in memory.
-            processors: Multiprocessors of the device.
-        """
-        features = power_of_two(c)
-        if positions_last and p > 1:
-            # Runs of positions, so that neighbouring threads read neighbouring values.
-            positions = max(8, min(64, power_of_two(p), 8192 // features))
-            warps = max(1, min(16, positions * features // 1024))
-            return cls(1, positions, features, 1, warps, programs=max(1, 16 // warps))
-        # 1,024 values for each warp. More warps share longer rows, and wait for each other: at 64 features and
-        # bfloat16 two take a third longer than one. In backward few warps leave registers for the sums: at 256
-        # features one is 1.2 times as fast as four.
-        if backward:
-            warps = 1 if features <= 256 else 2 if features <= 1024 else 4
-        else:
-            warps = max(1, min(8, power_of_two(math.isqrt(features) // 8) * (2 if wide else 1)))
-        positions = 1
-        while positions * features < 32 and 2 * positions <= p and cdiv(p, 2 * positions) >= 4 * processors:
+
+@lru_cache(maxsize=4096)
+def training(
+    n: int,
+    p: int,
+    c: int,
+    *,
+    backward: bool,
+    itemsize: int,
+    positions_last: bool,
+    masked: bool,
+    pooled: bool,
+    processors: int,
+) -> Launch:
+    """The heuristic for training.
+
+    Args:
+        n: Samples.
+        p: Positions.
+        c: Features.
+        backward: Two tensors are read, and three sums kept for each column.
+        itemsize: Bytes of a value.
+        positions_last: Positions, not features, lie side by side in memory.
+        masked: Some entries are hidden.
+        pooled: Statistics are those of all positions together.
+        processors: Multiprocessors of the device.
+    """
+    features, all_samples = power_of_two(c), power_of_two(n)
+    line = 32 // itemsize  # values in the shortest stretch that memory hands out
+    positions = line if positions_last and p > 1 else 1
+    if not (masked or pooled) and all_samples * features * positions <= _RESIDENT:
+        # Tiny slabs are packed, as long as all processors have some.
+        while all_samples * features * positions < 1024 and cdiv(p, 2 * positions) >= 4 * processors:
             positions *= 2
-        samples = max(1, min(power_of_two(n), 1024 * warps // (features * positions)))
-        # Too few positions to fill the chip, or to even out long programs: split the samples into runs of 16 and more.
-        few = p < processors or (p < 2 * processors and n * features > 65536)
-        splits = max(1, min(cdiv(n, max(16, samples)), cdiv(8 * processors, p))) if few else 1
-        return cls(samples, positions, features, splits, warps, programs=max(1, 16 // warps))
+        values = all_samples * features * positions
+        warps = max(1, min(16, values // (1024 if backward else 2048)))
+        blocks = cdiv(p, positions)
+        return Launch(
+            all_samples,
+            positions,
+            features,
+            even=all_samples == n and features == c and p % positions == 0,
+            warps=warps,
+            resident=True,
+            blocks=blocks,
+            programs=min(blocks, processors * max(1, (16 if backward else 8) // warps)),
+            stages=3 if values * itemsize <= 32768 else 2,
+        )
+
+    if positions_last and p > 1:
+        # Runs of positions, so that neighbouring threads read neighbouring values.
+        positions = max(line, min(32, power_of_two(p), 4096 // features))
+        warps = max(1, min(8, positions * features // 1024))
+        samples = 1
+    else:
+        # 1,024 values for each warp, with all features of a sample in one warp as long as they fit: warps that share
+        # a row wait for each other.
+        warps = max(1, min(8, features // (512 if backward else 1024)))
+        samples = max(1, min(all_samples, 1024 * warps // features))
+    blocks = cdiv(p, positions)
+    shares = min(cdiv(n, 2 * samples), max(1, n * c * positions * itemsize // _SHARE))
+    together = not pooled and (blocks * min(shares, _SHARERS) >= 2 * processors or shares <= _SHARERS)
+    splits = min(shares, _SHARERS) if together else min(cdiv(n, 2 * samples), cdiv(8 * processors, blocks))
+    run = cdiv(cdiv(n, splits), samples) * samples
+    splits = cdiv(n, run)
+    return Launch(
+        samples,
+        positions,
+        features,
+        even=not masked and n % samples == 0 and features == c and p % positions == 0,
+        warps=warps,
+        resident=False,
+        blocks=blocks,
+        splits=splits,
+        run=run,
+        together=together and splits > 1,
+        fold=samples == 1 or (positions == 1 and features * itemsize >= 512 * warps),
+    )
+
+
+@lru_cache(maxsize=4096)
+def inference(n: int, p: int, c: int, *, positions_last: bool, masked: bool, processors: int) -> Launch:
+    """The heuristic for inference. The rows of a tile, and so the order a row is summed in, are the same for any n."""
+    features = power_of_two(c)
+    warps = max(1, min(8, features // 512))
+    rows = max(1, 1024 * warps // features)
+    if positions_last and p > 1:
+        samples, positions = 1, max(8, min(32, rows))
+        warps = max(1, min(8, positions * features // 1024))
+    else:
+        samples = min(power_of_two(n), rows)
+        positions = rows // samples
+    blocks = cdiv(p, positions)
+    run = samples * max(1, min(8, n * blocks // (samples * 16 * processors)))
+    return Launch(
+        samples,
+        positions,
+        features,
+        even=not masked and n % samples == 0 and features == c and p % positions == 0,
+        warps=warps,
+        resident=False,
+        blocks=blocks,
+        splits=cdiv(n, run),
+        run=run,
+    )

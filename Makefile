@@ -20,7 +20,7 @@ test-integrations: $(INTEGRATIONS)/.ready  ## the layer in other frameworks, in 
 	  --ignore tests/integrations/ray_cluster || failed=1; \
 	test -z "$$failed"
 
-test-browser: $(READY)  ## the report in a headless Chromium; BLN_BROWSER names another browser
+test-browser: $(READY)  ## the report and the site in a headless Chromium; BLN_BROWSER names another browser
 	$(BIN)/python -m pytest -n 0 tests/browser
 
 demo: $(READY)  ## BLN beside BN and LN on handwritten digits

@@ -235,23 +235,20 @@ def configurations(summary: Summary) -> Iterator[str]:
     }
     rows = [
         [
-            _where(setting), str(len(runs)), ", ".join(f"`{part[:4]}`{part[4:]}" for part in chosen(runs).split(", ")),
+            setting.task.replace("cnn", "CNN").replace("rnn", "RNN"), f"{100 * setting.fraction:g} %",
+            str(setting.batch_size), setting.protocol, str(len(runs)),
+            ", ".join(f"`{part[:4]}`{part[4:]}" for part in chosen(runs).split(", ")),
             *(number(_mean(runs, f"{pair}FF")) for pair in PAIRS),
             number(_spread(runs, slice(2, 4))), number(_spread(runs, slice(2))),
         ]
         for setting, runs in found.items()
     ]  # fmt: skip
-    yield _table(
-        [
-            "net, training data, batch size", "seeds", "chosen on validation", *(f"`{pair}FF`" for pair in PAIRS),
-            "by the first two", "by the last two",
-        ],
-        rows,
-    )  # fmt: skip
+    head = ["net", "data", "batch", "protocol", "seeds", "chosen", *(f"`{pair}FF`" for pair in PAIRS)]
+    yield _table([*head, "first two", "last two"], rows)
     yield (
-        "Accuracies on the test set, under the protocol `clean` on validation data; means over seeds. The last "
-        "two columns say how far the accuracy moves when the first two letters change, or the last two. Population "
-        "statistics are averages over an epoch, not calibrated."
+        "How often a configuration was chosen on validation data; accuracies on the test set (under the protocol "
+        "`clean` on validation data), means over seeds; how far they move when the first two letters change, or "
+        "the last two. Population statistics are averages over an epoch, not calibrated."
     )
     gains = sorted(
         (_scores(run)[str(run.chosen)].accuracy - _scores(run)["TTFF"].accuracy, _where(setting))

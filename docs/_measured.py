@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,7 +143,7 @@ def _command(summary: Summary, settings: Sequence[Setting]) -> str:
 
 
 def _estimates(summary: Summary, setting: Setting, measure: Measure) -> dict[str, Estimate]:
-    """The mean of each norm that has one, the best first."""
+    """The mean of each norm that has one, the highest first."""
     found = {
         norm: mean_interval([measure.of(run) for run in summary.select(setting, norm)])
         for norm in summary.norms(setting)
@@ -360,12 +361,25 @@ def _variant_table(summary: Summary, settings: Sequence[Setting]) -> Iterator[st
         f"{TITLES['resnet']}, {data(settings[0].fraction)}, protocol {settings[0].protocol}, up to {seeds} "
         f"seed{'s' if seeds != 1 else ''}; ± is the 95 % interval over seeds, bold the highest mean."
     )
-    told = []
-    for setting, estimates in found.items():
-        own = [norm for norm in estimates if norm.startswith("bln")]
-        rivals = [norm for norm in estimates if not norm.startswith("bln")]
-        if own and rivals:
-            gap = number(estimates[own[0]].mean - estimates[rivals[0]].mean, signed=True)
-            told.append(f"batch {setting.batch_size}: {look(own[0]).name} against {look(rivals[0]).name}, {gap}")
-    if told:
-        yield "The best BLN variant against the best other norm, " + "; ".join(told) + "."
+    ours = [own[0] for each in found.values() if (own := _own(each))]
+    if ours:
+        votes = Counter(ours).most_common()
+        yield (
+            "Of the variants of BLN the best is "
+            + _words([f"`{norm}` at {count} of {len(ours)} batch sizes" for norm, count in votes])
+            + ". The best of them against the best other norm: "
+            + "; ".join(filter(None, (_rivalry(setting.batch_size, each) for setting, each in found.items())))
+            + "."
+        )
+
+
+def _own(estimates: Mapping[str, Estimate]) -> list[str]:
+    return [norm for norm in estimates if norm.startswith("bln")]
+
+
+def _rivalry(batch_size: int, estimates: Mapping[str, Estimate]) -> str:
+    own, others = _own(estimates), [norm for norm in estimates if not norm.startswith("bln")]
+    if not (own and others):
+        return ""
+    gap = number(estimates[own[0]].mean - estimates[others[0]].mean, signed=True)
+    return f"{gap} at batch {batch_size} ({look(own[0]).name} and {look(others[0]).name})"

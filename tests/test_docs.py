@@ -132,6 +132,7 @@ def test_the_page_about_choosing_says_what_the_summary_says(measured, full):
             assert column[at].strip().strip("*").startswith(f"{accuracy:.3f} ± ")
             assert ("**" in column[at]) == (accuracy == max(accuracies.values()))
     assert "(results/figures/resnet-clean-16pct.png)" in text
+    assert "Of the variants of BLN the best is `bln" in text
 
 
 def test_pages_can_be_made_before_anything_has_finished(measured, tmp_path, rng):

@@ -363,14 +363,11 @@ def _variant_table(summary: Summary, settings: Sequence[Setting]) -> Iterator[st
     )
     ours = [own[0] for each in found.values() if (own := _own(each))]
     if ours:
-        votes = Counter(ours).most_common()
-        yield (
-            "Of the variants of BLN the best is "
-            + _words([f"`{norm}` at {count} of {len(ours)} batch sizes" for norm, count in votes])
-            + ". The best of them against the best other norm: "
-            + "; ".join(filter(None, (_rivalry(setting.batch_size, each) for setting, each in found.items())))
-            + "."
-        )
+        votes = [f"`{norm}` at {count} of {len(ours)} batch sizes" for norm, count in Counter(ours).most_common()]
+        yield f"Of the variants of BLN the best is {_words(votes)}."
+    told = [words for setting, each in found.items() if (words := _rivalry(setting.batch_size, each))]
+    if told:
+        yield f"The best of them against the best other norm: {'; '.join(told)}."
 
 
 def _own(estimates: Mapping[str, Estimate]) -> list[str]:

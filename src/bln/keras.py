@@ -242,13 +242,12 @@ class BatchLayerNormalization(keras.layers.Layer):
         self._reached = True
         dtype = _wide(inputs.dtype, self.batch_mean.dtype)
         rows = ops.moveaxis(ops.cast(inputs, dtype), self.axis, -1)
+        if self.per_position and len(self._positions) > 1 and None in rows.shape:
+            import tensorflow  # whose graphs alone have open sizes: a size of 1 would be stretched
+
+            rows = tensorflow.ensure_shape(rows, (None, *self._positions, rows.shape[-1]))
         if mask is not None:
-            if len(mask.shape) != len(inputs.shape) - 1:
-                raise ValueError(
-                    f"expected a mask (N, *positions), one dimension less than the input {tuple(inputs.shape)}; got "
-                    f"shape {tuple(mask.shape)}"
-                )
-            mask = ops.cast(mask, "bool")
+            mask = _boolean(mask, tuple(rows.shape[:-1]), tuple(inputs.shape))
             rows = ops.where(mask[..., None], rows, 0.0)  # whatever hides there, NaN included, is gone
 
         length = self._length(rows)
@@ -276,7 +275,9 @@ class BatchLayerNormalization(keras.layers.Layer):
             part = _arrays.updated(ops, population, batch, mask, momentum)
             for name, value in _arrays.put_back(ops, whole, part, length)._asdict().items():
                 getattr(self, name).assign(ops.stop_gradient(value))
-        return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype)
+        # Keras has cast floats to the policy's type; integers, such as those of images, become it here.
+        kept = keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype))
+        return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype if kept else self.compute_dtype)
 
     def _length(self, rows: Any) -> Any:
         """How many of the known positions a shorter sequence uses; ``None`` for all."""
@@ -321,6 +322,18 @@ class BatchLayerNormalization(keras.layers.Layer):
 def _wide(*dtypes: Any) -> str:
     """The type to compute in. ``keras.backend.result_type`` knows no float64 on JAX and torch."""
     return "float64" if "float64" in map(keras.backend.standardize_dtype, dtypes) else "float32"
+
+
+def _boolean(mask: Any, expected: tuple[int | None, ...], shape: tuple[int | None, ...]) -> Any:
+    """The mask as a tensor; sizes that do not fit are refused, where a broadcast would count wrongly."""
+    mask = mask if hasattr(mask, "shape") else np.asarray(mask)
+    given = tuple(mask.shape)
+    fits = len(given) == len(expected) and all(a == b or None in (a, b) for a, b in zip(given, expected, strict=True))
+    if not fits:
+        raise ValueError(
+            f"expected a mask (N, *positions), {expected} for an input of shape {shape}; got shape {given}"
+        )
+    return ops.cast(mask, "bool")
 
 
 def _as(value: Any, dtype: str, name: str) -> Any:

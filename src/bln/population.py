@@ -116,7 +116,7 @@ class Population(nn.Module):
         """Let a training mini-batch in, unless its statistics are not finite.
 
         Args:
-            batch: The mini-batch's own statistics.
+            batch: The mini-batch's own statistics; those of features for each sample, or averaged over samples.
             m: Its samples; under a mask, at each position.
             entries: The entries behind each of its batch statistics; under a mask, at each position.
             mask: True at real entries.
@@ -169,12 +169,15 @@ class Population(nn.Module):
         over = 0 if self.position_shape else None  # samples alone, or positions too
         m, entries = (at_least_one(c) for c in (m, entries))
         m, entries = (c.to(batch.inverse_m.dtype) if isinstance(c, Tensor) else c for c in (m, entries))
-        if mask is None:
-            feature_mean, feature_var = batch.feature_mean.mean(over), batch.feature_var.mean(over)
+        feature_mean, feature_var = batch.feature_mean, batch.feature_var
+        if feature_mean.dim() == batch.batch_mean.dim() - 1:  # averaged already
+            pass
+        elif mask is None:
+            feature_mean, feature_var = feature_mean.mean(over), feature_var.mean(over)
         else:
             hidden = ~mask
             feature_mean, feature_var = (
-                value.masked_fill(hidden, 0).sum(over) / entries for value in (batch.feature_mean, batch.feature_var)
+                value.masked_fill(hidden, 0).sum(over) / entries for value in (feature_mean, feature_var)
             )
         factor = formula.bessel(entries)
         return Statistics(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -129,8 +130,12 @@ class Population(nn.Module):
         window = self._window(positions)
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
-        isfinite = torch.maximum(new.batch_var.amax(), new.feature_var.amax()).isfinite()
-        finite = bool(isfinite) if can_look(isfinite) else isfinite  # known, it saves half of the operations below
+        largest = new.batch_var.amax(), new.feature_var.amax()
+        finite: Any
+        if can_look(largest[0]):  # known, it saves half of the operations below
+            finite = all(math.isfinite(value) for value in largest)
+        else:
+            finite = torch.maximum(*largest).isfinite()
         anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
         if anything is False:
             return
@@ -152,7 +157,7 @@ class Population(nn.Module):
         if momentum is None:
             weights = m / samples.clamp(min=1).to(dtype)
         else:
-            weights = (1 / updates.clamp(min=1).to(dtype)).clamp(min=momentum)
+            weights = updates.clamp(min=1).to(dtype).reciprocal_().clamp_(min=momentum)
 
         for name, value, enters, weight in zip(STATISTICS, new, entering, weights.unbind(), strict=True):
             old = getattr(self, name)

@@ -160,7 +160,8 @@ class Population(nn.Module):
             weights = updates.clamp(min=1).to(dtype).reciprocal_().clamp_(min=momentum)
 
         for name, value, enters, weight in zip(STATISTICS, new, entering, weights.unbind(), strict=True):
-            old = getattr(self, name)
+            # Written through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.
+            old = getattr(self, name).detach()
             old, value = old[window] if window else old, value.to(dtype)
             weight = weight[..., None] if name.startswith("batch") else weight
             if enters is True:

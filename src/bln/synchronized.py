@@ -198,7 +198,7 @@ def _gather(message: Tensor, group: ProcessGroup) -> Tensor:
 def _join(message: Tensor, d: int, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Batch mean and variance over all ranks, and the ranks' sums: the collective of forward."""
     parts = _gather(message, group)
-    means, squares, sums = parts.split([d, d, parts.shape[-1] - 2 * d], -1)
+    means, squares, sums = parts.split_with_sizes([d, d, parts.shape[-1] - 2 * d], -1)
     mean, var = formula.combine(sums[..., 1:2], means, squares)
     return mean, var, sums.sum(0)
 

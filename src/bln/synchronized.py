@@ -81,6 +81,7 @@ class _Task(NamedTuple):
     mix_eps: float
     dim_scale: bool
     group: ProcessGroup
+    dtype: torch.dtype  # of messages
 
 
 def train(
@@ -96,6 +97,7 @@ def train(
     mix_eps: float | None,
     dim_scale: bool,
     group: ProcessGroup,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Joined]:
     """Algorithm 1 of the samples of all ranks.
 
@@ -111,21 +113,21 @@ def train(
         mix_eps: The epsilon of the weights; ``None`` is ``eps``.
         dim_scale: Divide by the root of the number of features.
         group: The ranks.
+        dtype: Of the messages, the same on all ranks whatever they put in.
 
     Returns:
         This rank's ``y``, and what the population should learn.
     """
-    task = _Task(channel_dim, per_position, positions, eps, eps if mix_eps is None else mix_eps, dim_scale, group)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    for parameter in (weight, bias):
-        dtype = dtype if parameter is None else torch.promote_types(dtype, parameter.dtype)
-    gamma, beta = (None if p is None else p.to(dtype) for p in (weight, bias))
+    mix_eps = eps if mix_eps is None else mix_eps
+    task = _Task(channel_dim, per_position, positions, eps, mix_eps, dim_scale, group, dtype)
+    wide = torch.promote_types(x.dtype, dtype)
+    gamma, beta = (None if p is None else p.to(wide) for p in (weight, bias))
     # The native operators know no mask, refuse an empty input, and a compiler does better with the plain ones.
     plain = mask is not None or x.shape[0] == 0 or torch.compiler.is_compiling()
     if plain:
-        y, joined = _plain(x.to(dtype), gamma, beta, mask, task)
+        y, joined = _plain(x.to(wide), gamma, beta, mask, task)
     else:
-        y, joined = _native(x.to(dtype), gamma, beta, task)
+        y, joined = _native(x.to(wide), gamma, beta, task)
     y = y.to(x.dtype)
     return y.contiguous() if x.is_contiguous() else y, joined
 
@@ -134,16 +136,15 @@ def train(
 
 
 def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.device) -> None:
-    """Refuse positions that are not those of all ranks, before a layer learns them: messages would not fit together."""
-    if torch.compiler.is_compiling():
-        return
+    """Refuse positions that are not those of all ranks, before the first message: messages would not fit together."""
     sizes = (*positions, *[0] * 8)[:8]
     everyones = _gather(torch.tensor(sizes, device=device), group).tolist()
     if any(other != everyones[0] for other in everyones):
         known = [tuple(size for size in sizes if size) for sizes in everyones]
         raise ValueError(
-            f"ranks have inputs with different positions, {known}, and the layer keeps statistics for each. Ways out: "
-            "(1) position_shape= the longest sequence there will be; (2) per_position=False; (3) pad to one shape"
+            f"the layer keeps statistics for each position, and ranks have different positions: {known}. Ways out: (1) "
+            "position_shape= the longest sequence there will be, on all ranks; (2) per_position=False; (3) pad to one "
+            "shape"
         )
 
 
@@ -195,9 +196,9 @@ def _gather(message: Tensor, group: ProcessGroup) -> Tensor:
     return gathered.view(-1, *message.shape)
 
 
-def _join(message: Tensor, d: int, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _join(message: Tensor, d: int, task: _Task) -> tuple[Tensor, Tensor, Tensor]:
     """Batch mean and variance over all ranks, and the ranks' sums: the collective of forward."""
-    parts = _gather(message, group)
+    parts = _gather(message.to(task.dtype), task.group).to(message.dtype)
     means, squares, sums = parts.split_with_sizes([d, d, parts.shape[-1] - 2 * d], -1)
     mean, var = formula.combine(sums[..., 1:2], means, squares)
     return mean, var, sums.sum(0)
@@ -235,11 +236,9 @@ class _Join(torch.autograd.Function):
     """``_join``, differentiable: Chan's formula moves with a rank's mean and squares as below."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mean: Tensor, squares: Tensor, sums: Tensor, group: ProcessGroup
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        joined_mean, joined_var, total = _join(torch.cat([mean, squares, sums], -1), mean.shape[-1], group)
-        ctx.group = group
+    def forward(ctx: Any, mean: Tensor, squares: Tensor, sums: Tensor, task: _Task) -> tuple[Tensor, Tensor, Tensor]:
+        joined_mean, joined_var, total = _join(torch.cat([mean, squares, sums], -1), mean.shape[-1], task)
+        ctx.task = task
         ctx.save_for_backward(mean, sums[..., 1:2], joined_mean, total[..., 1:2])
         ctx.mark_non_differentiable(total)
         return joined_mean, joined_var, total
@@ -248,9 +247,10 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         mean, entries, joined_mean, total = ctx.saved_tensors
-        message = torch.stack([d_mean, d_var])
-        _exchange(ctx.group, dist.all_reduce, message, group=ctx.group)
-        d_mean, d_var = message.unbind()
+        task: _Task = ctx.task
+        message = torch.stack([d_mean, d_var], -2).to(task.dtype)
+        _exchange(task.group, dist.all_reduce, message, group=task.group)
+        d_mean, d_var = message.to(mean.dtype).unbind(-2)
         total = total.clamp(min=1)
         return entries / total * (d_mean + 2 * (mean - joined_mean) * d_var), d_var / total, None, None
 
@@ -268,7 +268,7 @@ def _plain(
     sums = torch.cat(_sums(feature_var.sum(over), entries, m, task.per_position), -1)
     squares = own.batch_var * sums[..., 1:2]
     mean, var, total = _Join.apply(  # type: ignore[no-untyped-call]
-        *(_fit(value, task.positions) for value in (own.batch_mean, squares, sums)), task.group
+        *(_fit(value, task.positions) for value in (own.batch_mean, squares, sums)), task
     )
     joined = _joined(mean.detach(), var.detach(), total)
 
@@ -311,7 +311,7 @@ class _Train(torch.autograd.Function):
         feature_var = native.variance(feature_rstd, task.eps).squeeze(-1).sum(over)
         sums = _sums(feature_var, entries, n, task.per_position)
         message = _fit(torch.cat([own_mean, own_var * entries, *sums], -1), task.positions)
-        joined_mean, joined_var, total = _join(message, d, task.group)
+        joined_mean, joined_var, total = _join(message, d, task)
 
         joined = _joined(joined_mean, joined_var, total)
         mean, var = (_here(value, task.positions, rows) for value in (joined_mean, joined_var))
@@ -353,7 +353,7 @@ class _Train(torch.autograd.Function):
         dot, total = columns.features_last(dot), columns.features_last(total)  # sums of dy * x_B, and of dy
 
         if ctx.needs_input_grad[0]:  # the message travels while layer norm works
-            message = _fit(torch.stack([total, dot], -2) * gamma_B.unsqueeze(-2), task.positions)
+            message = _fit(torch.stack([total, dot], -2) * gamma_B.unsqueeze(-2), task.positions).to(task.dtype)
             work = _exchange(task.group, dist.all_reduce, message, group=task.group, async_op=True)
         rows, dy_rows = (native.moved(value, task.channel_dim, -1) for value in (x, dy))
         if isinstance(w_F, Tensor) and w_F.numel() > 1:  # one for each position: layer norm's scale has none
@@ -368,7 +368,7 @@ class _Train(torch.autograd.Function):
             return None, d_gamma, d_beta, None
 
         _exchange(task.group, work.wait)
-        total, dot = _here(message, task.positions, rows).unbind(-2)
+        total, dot = _here(message, task.positions, rows).to(x.dtype).unbind(-2)
         # Of the batch part, r * (gamma_B * dy - total / count - x_B * dot / count), sorted by dy and x:
         share = r / -count
         slope = share * r * dot

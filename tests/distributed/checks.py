@@ -228,6 +228,42 @@ def sequences_of_unknown_lengths() -> str:
     return text
 
 
+def positions_known_otherwise() -> list[str]:
+    """One rank was told, or loaded, other positions than the others have."""
+    found = []
+    for first, others in ((4, 5), ((4, 4), (2, 8)), (6, None)):
+        layer = bln.BatchLayerNorm(5, position_shape=first if dist.get_rank() == 0 else others, process_group="world")
+        positions = layer.population.position_shape or (3,)
+        found.append(said(lambda layer=layer, positions=positions: layer(torch.randn(3, 5, *positions))))
+    loaded = bln.BatchLayerNorm(5, position_shape=6 if dist.get_rank() == 0 else None, process_group="world")
+    loaded(torch.randn(3, 5, 6))
+    assert loaded.population.position_shape == (6,)
+    assert loaded.population.samples[0].tolist() == [3 * dist.get_world_size()] * 6
+    return found
+
+
+def ranks_of_different_types(masked: bool) -> None:
+    """Messages have the layer's type, whatever a rank puts in: all learn the same."""
+    kinds = [torch.float32, torch.float64, torch.bfloat16]
+    for dtype in (torch.float32, torch.float64):
+        layer = bln.BatchLayerNorm(3, process_group="world", dtype=dtype, device=DEVICE)
+        torch.manual_seed(0)
+        x, dy = torch.randn(2, 4 * dist.get_world_size(), 3, 2, device=DEVICE).bfloat16().unbind()  # exact in all types
+        alone = bln.BatchLayerNorm(3, dtype=dtype, device=DEVICE)
+        mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+        own = x[mine].to(kinds[dist.get_rank()]).requires_grad_()
+        y = layer(own, torch.ones(4, 2, dtype=torch.bool, device=DEVICE) if masked else None)
+        assert y.dtype == own.dtype
+        whole = x.to(torch.float64).requires_grad_()
+        expected = alone(whole)
+        expected.backward(dy.double())
+        y.backward(dy[mine].to(y.dtype))
+        bound = {"rtol": 0.02, "atol": 0.02} if own.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(y.double(), expected[mine], **bound)
+        torch.testing.assert_close(own.grad.double(), whole.grad[mine], **bound)
+        torch.testing.assert_close(layer.population.batch_var, alone.population.batch_var)
+
+
 def collectives_are_one_each_way(masked: bool) -> None:
     layer = bln.BatchLayerNorm(3, process_group="world", position_shape=2, device=DEVICE)
     mask = torch.ones(4, 2, dtype=torch.bool, device=DEVICE) if masked else None
@@ -239,6 +275,7 @@ def collectives_are_one_each_way(masked: bool) -> None:
         return lambda *args, **kwargs: (calls.append(name), kept[name](*args, **kwargs))[1]
 
     try:
+        layer(torch.randn(4, 3, 2, device=DEVICE))  # ranks agree on positions first, once
         for name in kept:
             setattr(dist, name, counted(name))
         y = layer(torch.randn(4, 3, 2, requires_grad=True, device=DEVICE), mask)

@@ -69,6 +69,20 @@ def test_different_positions_are_refused_on_all_ranks_before_they_are_learned(tw
     )
 
 
+def test_positions_known_otherwise_are_refused_before_a_message_is_sent(two_on_cpu):
+    """gloo ends the process where messages do not fit together."""
+    answers = two_on_cpu.check("positions_known_otherwise")
+    for texts in answers:
+        assert [text.split("positions: ")[1].split(". Ways")[0] for text in texts] == [
+            "[(4,), (5,)]", "[(4, 4), (2, 8)]", "[(6,), (3,)]",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_ranks_may_have_inputs_of_different_types(two_or_three, masked):
+    two_or_three.check("ranks_of_different_types", masked=masked)
+
+
 @pytest.mark.parametrize("config", ["TTFF", "FFFF"])
 def test_eval_does_not_communicate(two, config):
     two.check("eval_is_local", config=config)

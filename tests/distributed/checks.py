@@ -264,27 +264,49 @@ def ranks_of_different_types(masked: bool) -> None:
         torch.testing.assert_close(layer.population.batch_var, alone.population.batch_var)
 
 
-def collectives_are_one_each_way(masked: bool) -> None:
-    layer = bln.BatchLayerNorm(3, process_group="world", position_shape=2, device=DEVICE)
-    mask = torch.ones(4, 2, dtype=torch.bool, device=DEVICE) if masked else None
-    calls: list[str] = []
+def collectives_are_one_each_way(masked: bool, per_position: bool) -> None:
+    """And they carry what the docs say: numbers for each position."""
+    c, p = 3, 2
+    layer = bln.BatchLayerNorm(c, process_group="world", per_position=per_position, device=DEVICE)
+    mask = torch.ones(4, p, dtype=torch.bool, device=DEVICE) if masked else None
+    calls: list[tuple[str, int]] = []
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     kept = {name: getattr(dist, name) for name in (gather, "all_reduce", "all_gather", "broadcast", "barrier")}
 
     def counted(name):
-        return lambda *args, **kwargs: (calls.append(name), kept[name](*args, **kwargs))[1]
+        return lambda *args, **kwargs: (calls.append((name, args[-1].numel())), kept[name](*args, **kwargs))[1]
 
     try:
-        layer(torch.randn(4, 3, 2, device=DEVICE))  # ranks agree on positions first, once
+        layer(torch.randn(4, c, p, device=DEVICE))  # ranks agree on positions first, once
         for name in kept:
             setattr(dist, name, counted(name))
-        y = layer(torch.randn(4, 3, 2, requires_grad=True, device=DEVICE), mask)
-        assert calls == [gather], calls
+        y = layer(torch.randn(4, c, p, requires_grad=True, device=DEVICE), mask)
+        sent = [(gather, p * (2 * c + 2) if per_position else 2 * c + 3)]
+        assert calls == sent, calls
         y.sum().backward()
-        assert calls == [gather, "all_reduce"], calls
+        assert calls == [*sent, ("all_reduce", 2 * c * (p if per_position else 1))], calls
     finally:
         for name, function in kept.items():
             setattr(dist, name, function)
+
+
+def channels_last() -> None:
+    """Output and gradient lie as the input does, and are those of one process."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 7, 3, 4, 5, dtype=torch.float64, device=DEVICE).unbind()
+    for per_position in (True, False):
+        alone = bln.BatchLayerNorm(3, per_position=per_position, dtype=torch.float64, device=DEVICE)
+        layer = copy.deepcopy(alone)
+        layer.process_group = "world"
+        whole = x.clone().requires_grad_()
+        y = alone(whole)
+        y.backward(dy)
+        mine = split(x).contiguous(memory_format=torch.channels_last).requires_grad_()
+        ours = layer(mine)
+        ours.backward(split(dy))
+        assert ours.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(ours, split(y))
+        torch.testing.assert_close(mine.grad, split(whole.grad))
 
 
 def a_group_of_some_ranks(seed: int) -> None:

@@ -89,8 +89,13 @@ def test_eval_does_not_communicate(two, config):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_forward_and_backward_use_one_collective_each(two, masked):
-    two.check("collectives_are_one_each_way", masked=masked)
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+def test_forward_and_backward_use_one_collective_each(two, per_position, masked):
+    two.check("collectives_are_one_each_way", masked=masked, per_position=per_position)
+
+
+def test_channels_last_stay_last(two):
+    two.check("channels_last")
 
 
 def test_a_group_of_its_own_is_shared_by_copies_and_not_pickled(three):

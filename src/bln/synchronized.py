@@ -173,12 +173,13 @@ def _sums(feature_var: Tensor, entries: int | Tensor, m: int | Tensor, per_posit
     return [feature_var[..., None], *counts]
 
 
-def _exchange(group: ProcessGroup, call: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """A collective, or the wait for its end, with an error that says what may have happened."""
+def _exchange(collective: Any, *tensors: Tensor, group: ProcessGroup) -> None:
+    """A collective, with an error that says what may have happened."""
     if torch.compiler.is_compiling():
-        return call(*args, **kwargs)
+        collective(*tensors, group=group)
+        return
     try:
-        return call(*args, **kwargs)
+        collective(*tensors, group=group)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {group.rank()} of {group.size()} could not exchange statistics in a synchronized BatchLayerNorm. "
@@ -189,10 +190,10 @@ def _exchange(group: ProcessGroup, call: Any, /, *args: Any, **kwargs: Any) -> A
 
 def _gather(message: Tensor, group: ProcessGroup) -> Tensor:
     """The messages of all ranks, ``(ranks, *message)``."""
-    gathered = message.new_empty(group.size() * message.numel())
+    gathered = message.new_empty(group.size() * message.shape[0], *message.shape[1:])
     # torch renamed it in 2.13.
     collective = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    _exchange(group, collective, gathered, message.view(-1), group=group)
+    _exchange(collective, gathered, message, group=group)
     return gathered.view(-1, *message.shape)
 
 
@@ -249,7 +250,7 @@ class _Join(torch.autograd.Function):
         mean, entries, joined_mean, total = ctx.saved_tensors
         task: _Task = ctx.task
         message = torch.stack([d_mean, d_var], -2).to(task.dtype)
-        _exchange(task.group, dist.all_reduce, message, group=task.group)
+        _exchange(dist.all_reduce, message, group=task.group)
         d_mean, d_var = message.to(mean.dtype).unbind(-2)
         total = total.clamp(min=1)
         return entries / total * (d_mean + 2 * (mean - joined_mean) * d_var), d_var / total, None, None
@@ -347,18 +348,18 @@ class _Train(torch.autograd.Function):
         r = (var + task.eps).rsqrt()
         around, rstd = columns.spread(mean), columns.spread(r)
         # On a CPU it reads the variance, on a GPU the inverse deviation; a scale must be there, but does not matter.
-        _, dot, total = torch.ops.aten.native_batch_norm_backward(
+        _, dot, total = torch.ops.aten.native_batch_norm_backward.default(
             dy_seen, seen, rstd, around, columns.spread(var), around, rstd, False, task.eps, [False, True, True]
         )
         dot, total = columns.features_last(dot), columns.features_last(total)  # sums of dy * x_B, and of dy
 
-        if ctx.needs_input_grad[0]:  # the message travels while layer norm works
+        if ctx.needs_input_grad[0]:
             message = _fit(torch.stack([total, dot], -2) * gamma_B.unsqueeze(-2), task.positions).to(task.dtype)
-            work = _exchange(task.group, dist.all_reduce, message, group=task.group, async_op=True)
+            _exchange(dist.all_reduce, message, group=task.group)
         rows, dy_rows = (native.moved(value, task.channel_dim, -1) for value in (x, dy))
         if isinstance(w_F, Tensor) and w_F.numel() > 1:  # one for each position: layer norm's scale has none
             dy_rows, w_F = dy_rows * w_F, 1
-        dx_F, scale_F, _ = torch.ops.aten.native_layer_norm_backward(
+        dx_F, scale_F, _ = torch.ops.aten.native_layer_norm_backward.default(
             dy_rows, rows, (d,), feature_mean, feature_rstd, gamma * w_F, None, [True, True, False]
         )
         positions = tuple(range(mean.dim() - 1))
@@ -367,7 +368,6 @@ class _Train(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, d_gamma, d_beta, None
 
-        _exchange(task.group, work.wait)
         total, dot = _here(message, task.positions, rows).to(x.dtype).unbind(-2)
         # Of the batch part, r * (gamma_B * dy - total / count - x_B * dot / count), sorted by dy and x:
         share = r / -count

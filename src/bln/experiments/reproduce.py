@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,11 +153,15 @@ def _run_alone(settings: Settings, out: Path, data_dir: Path, device: torch.devi
 
 _LOST = 5
 """How often a run whose worker was lost is started again."""
+_PATIENCE = 10.0
+"""Seconds for a cluster to answer."""
 
 
 def _on_ray(
     settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int, address: str | None
 ) -> list[str]:
+    if address is not None:
+        _look_for(address)
     try:
         import ray
     except ImportError:
@@ -175,6 +180,19 @@ def _on_ray(
     finally:
         if begun:
             ray.shutdown()
+
+
+def _look_for(address: str) -> None:
+    """Refuse an address where nobody answers: Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local"):
+        return
+    if not (host and port.isdigit()):
+        raise ValueError(f"the address of a Ray cluster must be host:port, ray://host:port or auto, got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no Ray cluster at {address!r}: {error}; `ray start --head` prints its address") from None
 
 
 @contextmanager

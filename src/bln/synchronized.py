@@ -249,11 +249,10 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         mean, entries, joined_mean, total = ctx.saved_tensors
         task: _Task = ctx.task
-        message = torch.stack([d_mean, d_var], -2).to(task.dtype)
+        message = -torch.stack([d_mean, 2 * d_var], -2).to(task.dtype)  # as _Train's: ranks may take either way
         _exchange(dist.all_reduce, message, group=task.group)
-        d_mean, d_var = message.to(mean.dtype).unbind(-2)
-        total = total.clamp(min=1)
-        return entries / total * (d_mean + 2 * (mean - joined_mean) * d_var), d_var / total, None, None
+        offset, slope = (message.to(mean.dtype) / -total.clamp(min=1)[..., None]).unbind(-2)
+        return entries * (offset + (mean - joined_mean) * slope), 0.5 * slope, None, None
 
 
 def _plain(
@@ -346,6 +345,7 @@ class _Train(torch.autograd.Function):
         d = len(gamma)
         seen, dy_seen = columns.of(x), columns.of(dy)
         r = (var + task.eps).rsqrt()
+        scale = gamma_B * r
         around, rstd = columns.spread(mean), columns.spread(r)
         # On a CPU it reads the variance, on a GPU the inverse deviation; a scale must be there, but does not matter.
         _, dot, total = torch.ops.aten.native_batch_norm_backward.default(
@@ -354,7 +354,8 @@ class _Train(torch.autograd.Function):
         dot, total = columns.features_last(dot), columns.features_last(total)  # sums of dy * x_B, and of dy
 
         if ctx.needs_input_grad[0]:
-            message = _fit(torch.stack([total, dot], -2) * gamma_B.unsqueeze(-2), task.positions).to(task.dtype)
+            message = torch.stack([total, r * dot], -2) * scale.unsqueeze(-2)  # as _Join's
+            message = _fit(message, task.positions).to(task.dtype)
             _exchange(dist.all_reduce, message, group=task.group)
         rows, dy_rows = (native.moved(value, task.channel_dim, -1) for value in (x, dy))
         if isinstance(w_F, Tensor) and w_F.numel() > 1:  # one for each position: layer norm's scale has none
@@ -369,11 +370,10 @@ class _Train(torch.autograd.Function):
             return None, d_gamma, d_beta, None
 
         total, dot = _here(message, task.positions, rows).to(x.dtype).unbind(-2)
-        # Of the batch part, r * (gamma_B * dy - total / count - x_B * dot / count), sorted by dy and x:
-        share = r / -count
-        slope = share * r * dot
-        offset = torch.addcmul(share * total, slope, mean, value=-1)
-        slope, offset, scale = (columns.beside(value) for value in (slope, offset, gamma_B * r))
+        # Of the batch part, scale * dy - total / count - (x - mean) * dot / count, sorted by x and dy:
+        slope = dot / -count
+        offset = torch.addcmul(total / -count, slope, mean, value=-1)
+        slope, offset, scale = (columns.beside(value) for value in (slope, offset, scale))
         dx_F = native.moved(dx_F, -1, task.channel_dim)
         if rows.is_contiguous():  # into memory that is there: a new page costs more than what fills it
             columns.of(dx_F).addcmul_(seen, slope).addcmul_(dy_seen, scale).add_(offset)

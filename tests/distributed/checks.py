@@ -63,15 +63,19 @@ def against_the_oracle(
     compiled: str = "",
     affine: bool = True,
     looking: bool = True,
+    only: int | None = None,
 ) -> None:
-    """Mini-batches of unequal parts: outputs, gradients and population are those of one process with all samples."""
+    """Mini-batches of unequal parts: outputs, gradients and population are those of one process with all samples.
+
+    With ``only`` that rank alone is masked.
+    """
     if not looking:  # as on a GPU, where looking at a count would wait for it
         with (
             mock.patch("bln.functional.can_look", return_value=False),
             mock.patch("bln.population.can_look", return_value=False),
         ):
             against_the_oracle(
-                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine
+                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, only=only
             )
         return
     torch.manual_seed(seed)
@@ -93,6 +97,8 @@ def against_the_oracle(
         mask = (torch.rand(shape) < 0.6) if masked else None
         if masked:
             mask.view(-1)[0] = True
+            if only is not None:
+                mask[: sum(parts[:only])] = mask[sum(parts[: only + 1]) :] = True
         shape.insert(channel_dim if channel_dim > 0 else len(shape), d)
         x = (torch.randn(shape, dtype=torch.float64) * 2 + 3).to(kind)
         if masked:
@@ -102,7 +108,7 @@ def against_the_oracle(
         own = slice(sum(parts[: dist.get_rank()]), sum(parts[: dist.get_rank() + 1]))
         mine = x[own].clone().to(DEVICE).requires_grad_()
         layer.zero_grad()
-        y = run(mine, *([mask[own].to(DEVICE)] if masked else []))
+        y = run(mine, *([mask[own].to(DEVICE)] if masked and only in (None, dist.get_rank()) else []))
         assert y.dtype == kind
         assert y.shape == mine.shape
         y.backward(dy[own].to(DEVICE))

@@ -45,6 +45,12 @@ def test_without_looking_at_counts_as_on_a_gpu(two, per_position, masked):
     against_the_oracle(two, per_position=per_position, masked=masked, looking=False)
 
 
+@pytest.mark.parametrize("looking", [True, False], ids=["looking", "not looking"])
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+def test_one_rank_alone_may_be_masked(two_or_three, per_position, looking):
+    against_the_oracle(two_or_three, per_position=per_position, masked=True, only=1, looking=looking)
+
+
 @pytest.mark.parametrize(("masked", "backend"), [(False, "inductor"), (True, "aot_eager")], ids=["whole", "masked"])
 def test_compiled_in_one_graph(two, masked, backend):
     against_the_oracle(two, shares=[[3, 4], [3, 4]], masked=masked, compiled=backend, per_position=masked)

@@ -172,11 +172,16 @@ def _on_ray(
             ray.init(address=address, num_cpus=None if address else workers, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise ValueError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
+    lost = ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError
     try:
         task = ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"), max_retries=_LOST)(_run_alone)
-        return list(ray.get([task.remote(each, out, data_dir, device, 1) for each in settings]))
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError) as error:
-        raise RunError(f"a run lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}") from None
+        statuses = []
+        for run in [task.remote(each, out, data_dir, device, 1) for each in settings]:
+            try:
+                statuses.append(ray.get(run))
+            except lost as error:
+                statuses.append(f"error: it lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}")
+        return statuses
     finally:
         if begun:
             ray.shutdown()

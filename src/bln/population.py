@@ -157,7 +157,7 @@ class Population(nn.Module):
         if momentum is None:
             weights = m / samples.clamp(min=1).to(dtype)
         else:
-            weights = updates.clamp(min=1).to(dtype).reciprocal_().clamp_(min=momentum)
+            weights = updates.clamp(min=1).to(dtype).reciprocal().clamp(min=momentum)
 
         for name, value, enters, weight in zip(STATISTICS, new, entering, weights.unbind(), strict=True):
             # Written through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.

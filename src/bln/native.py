@@ -31,7 +31,7 @@ def train(
 
     y_B, batch_mean, batch_rstd = _batch_norm(x, gamma * w_B, beta, channel_dim, per_position, eps)
 
-    rows = x.movedim(channel_dim, -1)
+    rows = moved(x, channel_dim, -1)
     scale = gamma * w_F
     if d < 8:  # rows so narrow that layer norm's own gradient for its scale takes twice as long as one beside it
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), None, None, eps)
@@ -40,9 +40,9 @@ def train(
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
 
     if rows.is_contiguous():  # into memory that is there: a new page costs more than the sum that fills it
-        y = y_F.add_(y_B.movedim(channel_dim, -1)).movedim(-1, channel_dim)
+        y = moved(y_F.add_(moved(y_B, channel_dim, -1)), -1, channel_dim)
     else:
-        y = y_B + y_F.movedim(-1, channel_dim)
+        y = y_B + moved(y_F, -1, channel_dim)
     return y, Statistics(
         batch_mean,
         variance(batch_rstd, eps),
@@ -67,6 +67,11 @@ def _batch_norm(
     return columns.restore(y), columns.features_last(mean), columns.features_last(rstd)
 
 
+def moved(x: Tensor, dim: int, to: int) -> Tensor:
+    """``x.movedim(dim, to)``, which takes as long as a small sum even where nothing moves."""
+    return x if dim % x.dim() == to % x.dim() else x.movedim(dim, to)
+
+
 class Columns:
     """How torch's batch norm, which wants a column for each statistic, can see a tensor like ``x``.
 
@@ -78,11 +83,11 @@ class Columns:
         as_it_lies = x.is_contiguous() and (self.per_position or channel_dim == 1)
         self.channel_dim = channel_dim
         self.at = channel_dim if as_it_lies else x.dim() - 1  # where features stand, as it lies
-        self.shape = x.movedim(channel_dim, self.at).shape
+        self.shape = moved(x, channel_dim, self.at).shape
 
     def of(self, x: Tensor) -> Tensor:
         """A tensor shaped as the one this was made for, in columns."""
-        lying = x.movedim(self.channel_dim, self.at)
+        lying = moved(x, self.channel_dim, self.at)
         if self.per_position:
             return lying.reshape(lying.shape[0], -1)
         return lying if self.at == 1 else lying.reshape(-1, lying.shape[-1])
@@ -95,19 +100,17 @@ class Columns:
 
     def restore(self, columns: Tensor) -> Tensor:
         """From columns to the shape it came in."""
-        return columns.reshape(self.shape).movedim(self.at, self.channel_dim)
+        return moved(columns.reshape(self.shape), self.at, self.channel_dim)
 
     def spread(self, value: Tensor) -> Tensor:
         """One value for each column, from one for each feature, or features last with positions."""
         if not self.per_position:
             return value
+        if value.dim() > 1:
+            return moved(value, -1, self.at - 1).reshape(-1)
         shape = self.shape[1:]
-        if value.dim() == 1:
-            value = value.reshape(-1, *[1] * (len(shape) - self.at))
-        else:
-            value = value.movedim(-1, self.at - 1)
         # One feature would stay a view of stride 0, which the native backward reads past the end of.
-        return value.expand(shape).contiguous().view(-1)
+        return value.reshape(-1, *[1] * (len(shape) - self.at)).expand(shape).contiguous().view(-1)
 
     def beside(self, value: Tensor) -> Tensor:
         """``spread``, in a shape that meets what ``of`` gives."""
@@ -116,4 +119,4 @@ class Columns:
 
     def features_last(self, value: Tensor) -> Tensor:
         """From one value for each column to ``(*positions, d)``, or ``(d,)``."""
-        return value.reshape(self.shape[1:]).movedim(self.at - 1, -1) if self.per_position else value
+        return moved(value.view(self.shape[1:]), self.at - 1, -1) if self.per_position else value

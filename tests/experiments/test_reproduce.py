@@ -143,3 +143,17 @@ class TestCommandLine:
             main(["demo"])
         assert ended.value.code == 2
         assert 'pip install "batch-layer-norm[experiments]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379", "127.0.0.1:99999"]
+)
+def test_a_ray_cluster_that_does_not_answer_is_an_error_at_once(tmp_path, address):
+    with pytest.raises(ValueError, match=f"no Ray cluster at '{address}'.*ray start --head"):
+        reproduce([TINY], tmp_path, Path(), device=torch.device("cpu"), backend="ray", address=address)
+
+
+@pytest.mark.parametrize("address", ["cluster", "cluster:", ":6379", "cluster:port"])
+def test_what_is_no_address_of_a_ray_cluster_is_refused(tmp_path, address):
+    with pytest.raises(ValueError, match=f"host:port.*got '{address}'"):
+        reproduce([TINY], tmp_path, Path(), device=torch.device("cpu"), backend="ray", address=address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,11 +153,15 @@ def _run_alone(settings: Settings, out: Path, data_dir: Path, device: torch.devi
 
 _LOST = 5
 """How often a run whose worker was lost is started again."""
+_PATIENCE = 10.0
+"""Seconds for a cluster to answer."""
 
 
 def _on_ray(
     settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int, address: str | None
 ) -> list[str]:
+    if address is not None:
+        _look_for(address)
     try:
         import ray
     except ImportError:
@@ -167,14 +172,32 @@ def _on_ray(
             ray.init(address=address, num_cpus=None if address else workers, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise ValueError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
+    lost = ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError
     try:
         task = ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"), max_retries=_LOST)(_run_alone)
-        return list(ray.get([task.remote(each, out, data_dir, device, 1) for each in settings]))
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError) as error:
-        raise RunError(f"a run lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}") from None
+        statuses = []
+        for run in [task.remote(each, out, data_dir, device, 1) for each in settings]:
+            try:
+                statuses.append(ray.get(run))
+            except lost as error:
+                statuses.append(f"error: it lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}")
+        return statuses
     finally:
         if begun:
             ray.shutdown()
+
+
+def _look_for(address: str) -> None:
+    """Refuse an address where nobody answers: Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local"):
+        return
+    if not (host and port.isdigit()):
+        raise ValueError(f"the address of a Ray cluster must be host:port, ray://host:port or auto, got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no Ray cluster at {address!r}: {error}; `ray start --head` prints its address") from None
 
 
 @contextmanager

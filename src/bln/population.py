@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -129,8 +130,9 @@ class Population(nn.Module):
         window = self._window(positions)
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
-        isfinite = torch.maximum(new.batch_var.amax(), new.feature_var.amax()).isfinite()
-        finite = bool(isfinite) if can_look(isfinite) else isfinite  # known, it saves half of the operations below
+        largest = torch.maximum(new.batch_var.amax(), new.feature_var.amax())
+        # Known, it saves half of the operations below.
+        finite = math.isfinite(largest.item()) if can_look(largest) else largest.isfinite()
         anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
         if anything is False:
             return
@@ -162,7 +164,7 @@ class Population(nn.Module):
                 old.lerp_(value, weight)
             else:
                 enters = enters[..., None] if name.startswith("batch") else enters
-                old.copy_(torch.lerp(old, torch.where(enters, value, old), weight))
+                old.lerp_(torch.where(enters, value, old), weight)
 
     def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:
         """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""

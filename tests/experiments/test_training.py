@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,11 @@ class TestProtocol:
         assert everything.unique().numel() == 50_000
         assert set(train.tolist()) <= set(tasks._divide(50_000, 1.0, 3)[0].tolist())
         assert not torch.equal(train, tasks._divide(50_000, 0.2, 4)[0])
+
+    @pytest.mark.parametrize("divide", [partial(tasks._divide, 50_000), partial(tasks.split_digits, Path())])
+    def test_a_fraction_that_leaves_nothing_is_refused(self, divide):
+        with pytest.raises(ValueError, match=r"of 1e-05 leaves 0 samples to train on .* a larger --fraction"):
+            divide(1e-5, 0)
 
     def test_each_input_is_standardized_over_the_training_part(self, monkeypatch):
         monkeypatch.setattr(tasks, "VALIDATION", 10)

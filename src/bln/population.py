@@ -132,8 +132,9 @@ class Population(nn.Module):
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
         largest = torch.maximum(new.batch_var.amax(), new.feature_var.amax())
         # Known, it saves half of the operations below.
-        finite = math.isfinite(largest.item()) if can_look(largest) else largest.isfinite()
-        anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
+        finite: Any = largest.item() < math.inf if can_look(largest) else largest < math.inf
+        # A variance takes two entries. What is true anyway takes no operation, each of which is a launch on a GPU.
+        anything, spread = (finite if enough is True else finite & enough for enough in (m > 0, entries > 1))
         if anything is False:
             return
 

@@ -101,6 +101,7 @@ def capture(function: Callable[[], None]) -> Any:
     share one.
     """
     graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(torch.cuda.default_generators[torch.cuda.current_device()])  # as it is in this lane
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         function()
     return graph

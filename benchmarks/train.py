@@ -81,11 +81,12 @@ def plainly(task: str) -> nn.Module:
 def stepper(task: str, model: nn.Module, size: int, device: torch.device) -> Callable[[], None]:
     """What does one step; ours, on a GPU, in a lane of its own and captured."""
     plain = any(isinstance(module, PlainBLN) for module in model.modules())
-    one = nullcontext if plain or device.type == "cpu" else lane(device)
+    captured = device.type == "cuda" and not plain
+    one = lane(device) if captured else nullcontext
     with one():
         model.to(device).train()
         optimizer = torch.optim.Adam(
-            model.parameters(), lr=TASKS[task].learning_rate, fused=not plain, capturable=device.type == "cuda"
+            model.parameters(), lr=TASKS[task].learning_rate, fused=not plain, capturable=captured
         )
         if task == "cnn":
             inputs, targets = torch.randn(EPOCH[task], 3, 32, 32), torch.randint(10, (EPOCH[task],))

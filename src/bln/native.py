@@ -57,7 +57,7 @@ def train(
 
 def variance(rstd: Tensor, eps: float) -> Tensor:
     """The variance behind a norm's inverse deviation; its rounding error is that of variance + eps, as it is used."""
-    return rstd.pow(-2).sub_(eps).clamp_(min=0)
+    return rstd.pow(-2).sub_(eps).clamp(min=0)
 
 
 def moved(x: Tensor, source: int, destination: int) -> Tensor:

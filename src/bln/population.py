@@ -165,7 +165,8 @@ class Population(nn.Module):
                 old.lerp_(value, weight)
             else:
                 enters = enters[..., None] if name.startswith("batch") else enters
-                old.lerp_(torch.where(enters, value, old), weight)
+                # vmap has no rule for lerp_.
+                old.copy_(torch.lerp(old, torch.where(enters, value, old), weight))
 
     def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:
         """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""

@@ -2,7 +2,7 @@
 
 y = gamma * (w_B * x_B + w_F * x_F) + beta is a batch norm with scale gamma * w_B and shift beta, plus a layer norm with
 scale gamma * w_F. Both are differentiable, twice and by every mechanism torch has, and keep nothing for backward but
-the input and the statistics.
+the input and the statistics (with fewer than eight features, a few tensors like it).
 """
 
 from __future__ import annotations
@@ -29,32 +29,35 @@ def train(
     gamma = x.new_ones(d) if gamma is None else gamma
     beta = x.new_zeros(d) if beta is None else beta
 
-    y_B, batch_mean, batch_rstd = _batch_norm(x, gamma * w_B, beta, channel_dim, per_position, eps)
+    rows = moved(x, channel_dim, x.dim() - 1)
+    together = rows.is_contiguous()
+    lying, at = (rows, x.dim() - 1) if together else (x, channel_dim)  # each view less is one less to differentiate
+    y_B, batch_mean, batch_rstd = _batch_norm(lying, gamma * w_B, beta, at, per_position, eps)
 
-    rows = moved(x, channel_dim, -1)
     scale = gamma * w_F
-    if d < 8:  # rows so narrow that layer norm's own gradient for its scale takes twice as long as one beside it
-        y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), None, None, eps)
-        y_F = y_F * scale
+    if d < 8:  # rows too narrow for layer norm's vectors: its backward takes three times as long as these operators
+        feature_mean = rows.mean(-1, keepdim=True)
+        centred = rows - feature_mean
+        feature_var = centred.square().mean(-1, keepdim=True)
+        y_F = centred * (feature_var + eps).rsqrt() * scale
     else:
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
+        feature_var = variance(feature_rstd.detach(), eps)
 
-    if rows.is_contiguous():  # into memory that is there: a new page costs more than the sum that fills it
-        y = moved(y_F.add_(moved(y_B, channel_dim, -1)), -1, channel_dim)
-    else:
-        y = y_B + moved(y_F, -1, channel_dim)
+    # Into memory that is there, where it can be: a new page costs more than the sum that fills it.
+    y = moved(y_F.add_(y_B), x.dim() - 1, channel_dim) if together else y_B + moved(y_F, -1, channel_dim)
     return y, Statistics(
         batch_mean,
         variance(batch_rstd, eps),
-        feature_mean.squeeze(-1),
-        variance(feature_rstd.squeeze(-1), eps),
+        feature_mean.detach().squeeze(-1),
+        feature_var.detach().squeeze(-1),
         x.new_full((), 1 / n),
     )
 
 
 def variance(rstd: Tensor, eps: float) -> Tensor:
     """The variance behind a norm's inverse deviation; its rounding error is that of variance + eps, as it is used."""
-    return rstd.detach().pow(-2).sub(eps).clamp(min=0)
+    return rstd.pow(-2).sub_(eps).clamp(min=0)
 
 
 def _batch_norm(
@@ -64,7 +67,7 @@ def _batch_norm(
     columns = Columns(x, channel_dim, per_position)
     scale, shift = columns.spread(scale), columns.spread(shift)
     y, mean, rstd = torch.native_batch_norm(columns.of(x), scale, shift, None, None, True, 0.0, eps)
-    return columns.restore(y), columns.features_last(mean), columns.features_last(rstd)
+    return columns.restore(y), columns.features_last(mean.detach()), columns.features_last(rstd.detach())
 
 
 def moved(x: Tensor, dim: int, to: int) -> Tensor:

@@ -130,13 +130,11 @@ class Population(nn.Module):
         window = self._window(positions)
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
-        largest = new.batch_var.amax(), new.feature_var.amax()
-        finite: Any
-        if can_look(largest[0]):  # known, it saves half of the operations below
-            finite = all(math.isfinite(value) for value in largest)
-        else:
-            finite = torch.maximum(*largest).isfinite()
-        anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
+        largest = torch.maximum(new.batch_var.amax(), new.feature_var.amax())
+        # Known, it saves half of the operations below.
+        finite: Any = largest.item() < math.inf if can_look(largest) else largest < math.inf
+        # A variance takes two entries. What is true anyway takes no operation, each of which is a launch on a GPU.
+        anything, spread = (finite if enough is True else finite & enough for enough in (m > 0, entries > 1))
         if anything is False:
             return
 
@@ -168,6 +166,7 @@ class Population(nn.Module):
                 old.lerp_(value, weight)
             else:
                 enters = enters[..., None] if name.startswith("batch") else enters
+                # vmap has no rule for lerp_.
                 old.copy_(torch.lerp(old, torch.where(enters, value, old), weight))
 
     def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:

@@ -112,6 +112,7 @@ class TestCommandLine:
             ("reproduce cnn --data-dir {}/nowhere --epochs 1 --seeds 1 --out {}/out", "bln data get cifar10"),
             ("reproduce cnn --device tpu --out {}", "device 'tpu' cannot be used here"),
             ("reproduce cnn --out {}/old", "holds runs of version 0.0 (format 0), this is"),
+            ("demo --workers 0 --out {}/out", "workers must be at least 1, got 0"),
             ("report {}/nowhere.json", "nowhere.json: No such file or directory"),
             ("report {}/rubbish.json", "is not a summary"),
         ],

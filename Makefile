@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 INTEGRATIONS := .venv-integrations
 
-.PHONY: test test-browser test-integrations check demo docs bench format clean
+.PHONY: test test-browser test-gpu test-integrations check demo docs bench format clean
 
 test: $(READY)  ## all tests, under 10 minutes on two cores
 	$(BIN)/python -m pytest
@@ -20,8 +20,12 @@ test-integrations: $(INTEGRATIONS)/.ready  ## the layer in other frameworks, in 
 	  --ignore tests/integrations/ray_cluster || failed=1; \
 	test -z "$$failed"
 
-test-browser: $(READY)  ## the report in a headless Chromium; BLN_BROWSER names another browser
+test-browser: $(READY)  ## the report and the site in a headless Chromium; BLN_BROWSER names another browser
 	$(BIN)/python -m pytest -n 0 tests/browser
+
+# Without the conftest of the other tests, which has Triton's interpreter run the kernels.
+test-gpu: $(READY)  ## training as CUDA graphs, several seeds together; needs a GPU
+	$(BIN)/python -m pytest -n 0 --confcutdir tests/gpu tests/gpu
 
 demo: $(READY)  ## BLN beside BN and LN on handwritten digits
 	$(BIN)/bln demo

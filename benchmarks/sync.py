@@ -2,10 +2,12 @@
 
     python benchmarks/sync.py [--ranks 2] [--device cpu|cuda] [--seconds 8] [--markdown FILE]
 
-On a CPU (gloo) the base is the layer without synchronization and, by hand, the collectives it then needs: a gather of
-as many numbers after forward, a sum of as many after backward. ``SyncBatchNorm`` does not run there. On GPUs (NCCL, or
-gloo where ranks share one) it stands beside. Medians in milliseconds; variants take turns in random order, the same on
-all ranks, so that the machine's moods hit all of them.
+Two bases are the layer without synchronization and the collectives it then needs: a gather of as many numbers after
+forward, a sum of as many after backward. ``bare``, what they bring is thrown away; ``by hand`` packs statistics into
+the message and combines what comes, which no synchronization can do without. ``SyncBatchNorm`` does not run on a CPU
+(gloo). On GPUs (NCCL, or gloo where ranks share one) it stands beside, and ``cost`` is what synchronization adds to BLN
+over what it adds to ``BatchNorm``. Medians in milliseconds; variants take turns in random order, the same on all
+ranks, so that the machine's moods hit all of them.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import bln
+from bln.formula import combine
 
 SHAPES = [  # this rank's input, channel_dim, per_position
     ((32, 16, 32, 32), 1, False),
@@ -37,6 +40,7 @@ SHAPES = [  # this rank's input, channel_dim, per_position
 ]
 
 Step = Callable[[Tensor, Tensor], object]
+gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 def stepper(function: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> Step:
@@ -46,12 +50,11 @@ def stepper(function: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> S
     return step
 
 
-def by_hand(layer: bln.BatchLayerNorm, shape: tuple[int, ...]) -> Step:
+def bare(layer: bln.BatchLayerNorm, shape: tuple[int, ...]) -> Step:
     """The layer alone, and beside it the collectives of a synchronized one: statistics to all, gradients added up."""
     features, device = layer.num_features, layer.weight.device
     positions = torch.Size(shape[1:]).numel() // features if layer.per_position else 1
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    message = torch.randn(positions * (2 * features + 4), device=device)
+    message = torch.randn(positions * (2 * features + (2 if layer.per_position else 3)), device=device)
     gathered = torch.empty(dist.get_world_size() * len(message), device=device)
     gradients = torch.randn(positions * 2 * features, device=device)
 
@@ -64,12 +67,31 @@ def by_hand(layer: bln.BatchLayerNorm, shape: tuple[int, ...]) -> Step:
     return step
 
 
+def by_hand(layer: bln.BatchLayerNorm, shape: tuple[int, ...]) -> Step:
+    """``bare``, with messages packed and combined, of statistics that the layer has at hand."""
+    features, world, kept = layer.num_features, dist.get_world_size(), layer.population
+
+    def step(x: Tensor, dy: Tensor) -> None:
+        y = layer(x)
+        sums = [kept.feature_var, *[torch.full_like(kept.feature_var, len(x))] * (1 if layer.per_position else 2)]
+        message = torch.cat([kept.batch_mean, kept.batch_var * len(x), torch.stack(sums, -1)], -1)
+        gathered = message.new_empty(world * message.numel())
+        gather(gathered, message.view(-1))
+        means, squares, sums = gathered.view(world, *message.shape).split([features, features, len(sums)], -1)
+        mean, var = combine(sums[..., 1:2], means, squares)
+        torch.autograd.grad(y, [x, *layer.parameters()], dy)
+        dist.all_reduce(torch.stack([mean, var]))
+
+    return step
+
+
 def variants(shape: tuple[int, ...], channel_dim: int, per_position: bool, device: torch.device) -> dict[str, Step]:
     d = shape[channel_dim]
     options = {"channel_dim": channel_dim, "per_position": per_position, "device": device}
     alone, together = bln.BatchLayerNorm(d, **options), bln.BatchLayerNorm(d, process_group="world", **options)
     found = {
         "alone": stepper(alone, list(alone.parameters())),
+        "bare": bare(alone, shape),
         "by hand": by_hand(alone, shape),
         "synchronized": stepper(together, list(together.parameters())),
     }
@@ -116,24 +138,28 @@ def work(rank: int, arguments: argparse.Namespace, meet: str) -> None:
         torch.cuda.set_device(device)
         backend = "nccl" if torch.cuda.device_count() >= arguments.ranks else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=arguments.ranks)
-    names = ["alone", "by hand", "synchronized"]
-    names += ["BatchNorm", "SyncBatchNorm"] if device.type == "cuda" else []
+    names, ratios = ["alone", "bare", "by hand", "synchronized"], ["of bare", "of by hand"]
+    if device.type == "cuda":
+        names, ratios = [*names, "BatchNorm", "SyncBatchNorm"], [*ratios, "cost"]
     lines = [
-        "| shape of a rank | statistics | " + " | ".join(f"{name}, ms" for name in names) + " | ratio |",
-        "|---|---|" + "---|" * (len(names) + 1),
+        "| shape of a rank | statistics | " + " | ".join([*(f"{name}, ms" for name in names), *ratios]) + " |",
+        "|---|---|" + "---|" * (len(names) + len(ratios)),
     ]
     if rank == 0:
         print(
             f"torch {torch.__version__}, {arguments.ranks} ranks, {backend}, {arguments.device}, forward plus backward"
         )
-        print("ratio: synchronized / by hand")
+        print("of bare, of by hand: synchronized over it; cost: (synchronized - alone) / (SyncBatchNorm - BatchNorm)")
         print("\n".join(lines), flush=True)
     for shape, channel_dim, per_position in SHAPES:
         found = measure(shape, channel_dim, per_position, device, arguments.seconds)
-        ratio = found["synchronized"] / found["by hand"]
         kind = "per position" if per_position else "pooled"
-        numbers = " | ".join(f"{found[name]:.3f}" for name in names)
-        lines.append(f"| {', '.join(map(str, shape))} | {kind} | {numbers} | {ratio:.2f} |")
+        numbers = [f"{found[name]:.3f}" for name in names]
+        numbers += [f"{found['synchronized'] / found[base]:.2f}" for base in ("bare", "by hand")]
+        if device.type == "cuda":
+            added = found["synchronized"] - found["alone"], found["SyncBatchNorm"] - found["BatchNorm"]
+            numbers.append(f"{added[0] / added[1]:.2f}")
+        lines.append(f"| {', '.join(map(str, shape))} | {kind} | {' | '.join(numbers)} |")
         if rank == 0:
             print(lines[-1], flush=True)
     if rank == 0 and arguments.markdown:

@@ -3,8 +3,8 @@
     python benchmarks/train.py [--threads 2] [--seconds 6] [--device cpu] [--markdown FILE]
 
 Plainly is: BLN as a chain of operators, an LSTM as a loop over time that autograd differentiates, an embedding whose
-whole gradient is filled anew. Inputs are random, a whole epoch of them, and the two take turns. An epoch is 9,000
-images for the LeNet and 4,000 reviews for the LSTM.
+whole gradient is filled anew, no CUDA graph. Inputs are random, a whole epoch of them, and the two take turns. An epoch
+is 9,000 images for the LeNet and 4,000 reviews for the LSTM. On a GPU five seeds also train together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from itertools import cycle
+from contextlib import nullcontext
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -24,9 +25,11 @@ from bln import formula, functional
 from bln.experiments.lstm import LSTM
 from bln.experiments.models import Words
 from bln.experiments.norms import NORMS, Norm
-from bln.experiments.tasks import TASKS
+from bln.experiments.steps import Steps, lane, steps
+from bln.experiments.tasks import TASKS, Part
 
 EPOCH = {"cnn": 9_000, "rnn": 4_000}
+SEEDS = 5
 
 
 class PlainBLN(nn.Module):
@@ -76,45 +79,66 @@ def plainly(task: str) -> nn.Module:
 
 
 def stepper(task: str, model: nn.Module, size: int, device: torch.device) -> Callable[[], None]:
-    model.to(device).train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=TASKS[task].learning_rate, fused=not _plain(model))
-    if task == "cnn":
-        inputs, targets = torch.randn(EPOCH[task], 3, 32, 32), torch.randint(10, (EPOCH[task],))
-        if not _plain(model):
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    else:
-        inputs, targets = torch.randint(20_000, (EPOCH[task], 80)), torch.rand(EPOCH[task]).round()
-    batches = cycle(zip(inputs.to(device).split(size), targets.to(device).split(size), strict=True))
+    """What does one step; ours, on a GPU, in a lane of its own and captured."""
+    plain = any(isinstance(module, PlainBLN) for module in model.modules())
+    captured = device.type == "cuda" and not plain
+    one = lane(device) if captured else nullcontext
+    with one():
+        model.to(device).train()
+        optimizer = torch.optim.Adam(
+            model.parameters(), lr=TASKS[task].learning_rate, fused=not plain, capturable=captured
+        )
+        if task == "cnn":
+            inputs, targets = torch.randn(EPOCH[task], 3, 32, 32), torch.randint(10, (EPOCH[task],))
+            if not plain:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        else:
+            inputs, targets = torch.randint(20_000, (EPOCH[task], 80)), torch.rand(EPOCH[task]).round()
+        part = Part(inputs, targets).to(device)
 
-    def step() -> None:
-        x, y = next(batches)
-        optimizer.zero_grad()
-        TASKS[task].loss(model(x), y).backward()
-        optimizer.step()
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            TASKS[task].loss(model(x), y).backward()
+            optimizer.step()
 
-    return step
+        walk = (Steps if plain else steps)(step, part, size)
+
+    turns = chain.from_iterable(walk() for _ in count())
+
+    def turn() -> None:
+        with one():
+            next(turns)
+
+    return turn
 
 
-def _plain(model: nn.Module) -> bool:
-    return any(isinstance(module, PlainBLN) for module in model.modules())
+def together(turns: list[Callable[[], None]]) -> Callable[[], None]:
+    def turn() -> None:
+        for each in turns:
+            each()
+
+    return turn
 
 
-def seconds(steps: list[Callable[[], None]], budget: float, device: torch.device) -> list[float]:
-    """Median seconds of a step of each; they take turns."""
-    found: list[list[float]] = [[] for _ in steps]
-    for step in steps:
-        step()
-        step()
+def seconds(turns: list[Callable[[], None]], budget: float, device: torch.device) -> list[float]:
+    """Median seconds of a step of each; they take turns, on a GPU for longer, since steps queue there."""
+    found: list[list[float]] = [[] for _ in turns]
+    for turn in turns:
+        for _ in range(6):
+            turn()
+    at_once = 30 if device.type == "cuda" else 3
     end = time.perf_counter() + budget
     while time.perf_counter() < end:
-        for step, times in zip(steps, found, strict=True):
-            begun = time.perf_counter()
-            for _ in range(3):
-                step()
+        for turn, times in zip(turns, found, strict=True):
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            times.append((time.perf_counter() - begun) / 3)
+            begun = time.perf_counter()
+            for _ in range(at_once):
+                turn()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - begun) / at_once)
     return [statistics.median(times) for times in found]
 
 
@@ -127,14 +151,21 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    lines = ["| net | batch | ours, steps/s | plainly, steps/s | ratio | an epoch, s |", "|---|---|---|---|---|---|"]
+    several = device.type == "cuda"
+    columns = ["net", "batch", "ours, steps/s", "plainly, steps/s", "ratio", "an epoch, s"]
+    columns += [f"{SEEDS} seeds together, steps/s each", f"time of {SEEDS} over one"] if several else []
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     print("\n".join(lines), flush=True)
     for task in EPOCH:
         for size in (25, 1):
-            models = [TASKS[task].model(NORMS["bln"]), plainly(task)]
-            ours, plain = seconds([stepper(task, m, size, device) for m in models], arguments.seconds, device)
-            epoch = EPOCH[task] / size * ours
-            lines.append(f"| {task} | {size} | {1 / ours:.1f} | {1 / plain:.1f} | {plain / ours:.2f} | {epoch:.2f} |")
+            models = [TASKS[task].model(NORMS["bln"]) for _ in range(SEEDS if several else 1)]
+            ours = [stepper(task, model, size, device) for model in models]
+            turns = [ours[0], stepper(task, plainly(task), size, device), *[together(ours)] * several]
+            one, plain, *five = seconds(turns, arguments.seconds, device)
+            epoch = EPOCH[task] / size * one
+            cells = [task, size, f"{1 / one:.1f}", f"{1 / plain:.1f}", f"{plain / one:.2f}", f"{epoch:.2f}"]
+            cells += [text for each in five for text in (f"{1 / each:.1f}", f"{each / one:.2f}")]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
             print(lines[-1], flush=True)
     if arguments.markdown:
         arguments.markdown.write_text("\n".join(lines) + "\n")

@@ -3,13 +3,20 @@
 What is for several processes runs there, in tests/distributed.
 """
 
+import importlib.util
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
+
+from bln.experiments import report
+from bln.experiments.report.summary import read
+from report_runs import everything, run, summary
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"frameworks.md", "distributed.md"}  # tests/integrations and tests/distributed run them
@@ -63,3 +70,78 @@ def test_no_machine_paths_in_the_repository():
     for path in tracked:
         if path.suffix in (".py", ".md", ".json", ".csv", ".toml"):
             assert "/work" + "/main" not in path.read_text(encoding="utf-8"), path
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """What puts results into pages."""
+    spec = importlib.util.spec_from_file_location("measured", ROOT / "docs" / "_measured.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory, measured):
+    """A folder like docs/results in which every experiment has been run, and the figures the report makes of it."""
+    docs = tmp_path_factory.mktemp("docs")
+    rng = np.random.default_rng(0)
+    runs = everything(rng, 3) + [run(rng, "cnn", "bln", 25, 1.0, seed, "clean") for seed in range(2)]
+    for one in runs:  # the protocol looks at the test set once
+        if one["protocol"] == "clean" and one["configurations"]:
+            one["configurations"]["test"] = None
+    (docs / "img").mkdir()
+    shutil.copy(ROOT / "docs" / "img" / "search.json", docs / "img")
+    (docs / "results").mkdir()
+    (docs / "results" / "summary.json").write_text(json.dumps(summary(runs)), encoding="utf-8")
+    report.write(summary(runs), docs / "results")
+    return docs
+
+
+def test_the_gallery_shows_every_figure_the_report_makes_with_a_caption(measured, full):
+    text = measured.fill("<!-- measured: gallery -->", full)
+    drawn = {path.stem for path in (full / "results" / "figures").glob("*.png")}
+    entries = re.findall(r"^!\[.+\]\(results/figures/(\S+)\.png\)\n\n(.+)$", text, flags=re.MULTILINE)
+    assert sorted(name for name, _ in entries) == sorted(drawn)
+    for name, caption in entries:
+        seen, made = caption.split(" Made by ")
+        assert len(re.findall(r"\.(?: |$)", seen)) == 2, f"{name}: {seen}"
+        assert re.fullmatch(r"\[`bln (reproduce|report|demo)[^`]*`\]\(reproduction.md\)\.", made), name
+
+
+def test_a_figure_of_unknown_runs_is_shown_all_the_same(measured, full, tmp_path):
+    shutil.copytree(full, tmp_path / "docs")
+    shutil.copy(*(tmp_path / "docs/results/figures" / name for name in ("figure-2.png", "figure-9.png")))
+    assert "results/figures/figure-9.png" in measured.fill("<!-- measured: gallery -->", tmp_path / "docs")
+
+
+def test_the_page_about_choosing_says_what_the_summary_says(measured, full):
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    text = measured.fill(page, full)
+    assert "measured:" not in text
+    assert "NaN" not in text
+    found = read(json.loads((full / "results" / "summary.json").read_text(encoding="utf-8")))
+    for setting in found.settings("resnet"):
+        accuracies = {
+            norm: np.mean([one.test.accuracy for one in found.select(setting, norm)]) for norm in found.norms(setting)
+        }
+        assert len(accuracies) == 7
+        for norm, accuracy in accuracies.items():
+            column = re.search(rf"^\| [^|]*\(`{norm}`\) \|(.*)\|$", text, flags=re.MULTILINE)[1].split("|")
+            at = [s.batch_size for s in found.settings("resnet")].index(setting.batch_size)
+            assert column[at].strip().strip("*").startswith(f"{accuracy:.3f} ± ")
+            assert ("**" in column[at]) == (accuracy == max(accuracies.values()))
+    assert "(results/figures/resnet-clean-16pct.png)" in text
+    assert "Of the variants of BLN the best is `bln" in text
+
+
+def test_pages_can_be_made_before_anything_has_finished(measured, tmp_path, rng):
+    shutil.copytree(ROOT / "docs" / "img", tmp_path / "img")
+    (tmp_path / "results" / "figures").mkdir(parents=True)
+    diverged = run(rng, "resnet", "bn", 1, status="diverged", test=None, best_epoch=None)
+    running = run(rng, "cnn", "bln", status="running", test=None, chosen=None, configurations=None, best_epoch=None)
+    for runs in ([], [running], [running, diverged]):
+        (tmp_path / "results" / "summary.json").write_text(json.dumps(summary(runs)), encoding="utf-8")
+        for page in ("gallery", "choosing"):
+            measured.fill((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), tmp_path)
+        assert len(list(measured.pictures(read(summary(runs))))) >= 1

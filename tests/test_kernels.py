@@ -122,10 +122,9 @@ def case_of(shape, channel_dim=1, per_position=True, dtype=torch.float32, mean=7
 SHAPES = [
     ((40, 2, 513), -1, True, 8),  # swept over by several, features not a power of two
     ((37, 300), 1, True, 4),  # dense
-    ((300, 64), 1, True, 1),  # many tiles in one program
-    ((600, 2, 64), -1, True, 2),  # too large to be held
+    ((300, 64), 1, True, 1),  # too large to be held
     ((6, 24, 5, 5), 1, True, 1),  # positions side by side
-    ((40, 100, 6, 6), 1, True, 2),  # the same, swept over
+    ((70, 64, 3, 3), 1, True, 2),  # the same, too large to be held
     ((6, 24, 5, 5), 1, False, 2),  # the same, pooled
     ((9, 5, 5, 24), -1, False, 2),  # pooled, features last
     ((3, 70, 6), -1, True, 1),  # positions packed
@@ -150,7 +149,7 @@ def test_every_kernel_and_tile(shape, channel_dim, per_position, processors, dty
     compare(case_of(shape, channel_dim, per_position, dtype, mask=torch.rand(rows) < 0.7 if masked else None))
 
 
-@pytest.mark.parametrize("samples", [8, 64, 5000])
+@pytest.mark.parametrize("samples", [8, 64, 3000])
 def test_mean_2000_deviation_1(samples):
     x = torch.randn(samples, 6) + 2000
     compare(Case(x, None, torch.ones(6), None, 1, True, 1e-4, 1e-4, True))

@@ -79,6 +79,8 @@ def test_reset_statistics():
 def test_a_model_without_bln_is_told_the_ways_out(helper):
     with pytest.raises(ValueError, match=r"Linear has no BatchLayerNorm; bln.convert.*bln.insert"):
         helper(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="expected a torch module with BLN layers, got str"):
+        helper("model")
 
 
 class TestCalibrate:

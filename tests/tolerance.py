@@ -51,7 +51,7 @@ def gradient(x, dx, dy, var_B, var_F, inverse_m, gamma, dtype, **options):
 
 def close(actual, expected, bound, what: str) -> None:
     """Assert ``|actual - expected| <= bound`` everywhere, and say where and by how much it is not."""
-    actual = actual.detach().cpu().double().numpy() if isinstance(actual, torch.Tensor) else np.asarray(actual)
+    actual = actual.detach().double().cpu().numpy() if isinstance(actual, torch.Tensor) else np.asarray(actual)
     assert actual.shape == np.shape(expected), f"{what}: shape {actual.shape}, expected {np.shape(expected)}"
     error = np.abs(actual - expected)
     excess = error / np.broadcast_to(bound, error.shape)

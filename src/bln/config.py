@@ -14,13 +14,14 @@ class StatisticsConfig:
     Written as four letters, ``T`` for population: ``TTFF`` normalizes with the population's batch statistics and each
     sample's own feature statistics.
 
-    >>> config = StatisticsConfig.parse("TTFF")
-    >>> config.batch_mean, config.feature_mean
-    (True, False)
-    >>> str(config)
-    'TTFF'
-    >>> len(list(StatisticsConfig.all()))
-    16
+    Examples:
+        >>> config = StatisticsConfig.parse("TTFF")
+        >>> config.batch_mean, config.feature_mean
+        (True, False)
+        >>> str(config)
+        'TTFF'
+        >>> len(list(StatisticsConfig.all()))
+        16
     """
 
     batch_mean: bool

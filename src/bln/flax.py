@@ -170,7 +170,7 @@ class BatchLayerNorm(nnx.Module):
                 "use_running_average is not known. Ways out: (1) pass it to the constructor; (2) pass it to the call; "
                 "(3) model.train() or model.eval()"
             )
-        x = jnp.asarray(x)
+        x, mask = jnp.asarray(x), None if mask is None else jnp.asarray(mask)
         channel_dim = self._check(x, mask)
         parameters = [None if p is None else p[...] for p in (self.scale, self.bias)]
         given = self.dtype or jnp.result_type(x, *(p for p in parameters if p is not None))

@@ -104,7 +104,6 @@ def combine(counts: Any, means: Any, squares: Any) -> tuple[Any, Any]:
     ``counts``, ``means`` and ``squares``, the sums of squares around each part's own mean, have parts along their first
     axis; a part without entries holds zeros.
     """
-    total = counts.sum(0)
-    total = total + 1 * (total == 0)
+    total = counts.sum(0).clip(min=1)
     mean = (counts * means).sum(0) / total
     return mean, (squares + counts * (means - mean) ** 2).sum(0) / total

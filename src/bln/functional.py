@@ -125,10 +125,11 @@ def batch_layer_norm(
         if mask is not None:
             y = torch.where(mask[..., None], y, 0)
         y = y.movedim(-1, channel_dim)
+        statistics = Statistics(*(s.detach() for s in statistics))
 
     y = y.to(x.dtype)
     y = y.contiguous() if x.is_contiguous() else y  # as it came: people call .view() on it
-    return (y, Statistics(*(s.detach() for s in statistics))) if return_statistics else y
+    return (y, statistics) if return_statistics else y
 
 
 def kernels_for(x: Tensor, *others: Tensor | None) -> ModuleType | None:

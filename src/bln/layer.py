@@ -69,6 +69,7 @@ class BatchLayerNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     population: Population
+    _agreed = False  # with the other ranks, on positions
 
     def __init__(
         self,
@@ -217,8 +218,9 @@ class BatchLayerNorm(nn.Module):
     ) -> Tensor:
         """Training on the samples of all ranks."""
         kept = self.population.positions_for(positions)
-        if self.population.position_shape is None:
-            synchronized.agree_on(positions, group, x.device)  # once
+        if self.per_position and not self._agreed and not torch.compiler.is_compiling():
+            synchronized.agree_on(kept, group, x.device)
+            self._agreed = True
         y, joined = synchronized.train(
             x,
             self.weight,
@@ -231,6 +233,7 @@ class BatchLayerNorm(nn.Module):
             mix_eps=self.mix_eps,
             dim_scale=self.dim_scale,
             group=group,
+            dtype=self.population.batch_mean.dtype,
         )
         if not _recomputing():
             self.population.update(joined.statistics, joined.m, joined.entries, None, kept, self.momentum)

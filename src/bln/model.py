@@ -161,12 +161,18 @@ def calibrate_on(
 
 def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
     """The model's BLN layers; having none is an error."""
-    if not (found := layers(model)):
-        raise ValueError(
-            f"{type(model).__name__} has no BatchLayerNorm; bln.convert(model) replaces other norms, "
-            "bln.insert(model, example) adds one behind each nonlinearity"
-        )
-    return found
+    if isinstance(model, nn.Module) and (found := layers(model)):
+        return found
+    # Keras models are torch modules too, on that backend.
+    for library, base, ours in (("keras", "Layer", "bln.keras"), ("flax.nnx", "Module", "bln.flax")):
+        if library in sys.modules and isinstance(model, getattr(sys.modules[library], base)):
+            raise TypeError(f"{type(model).__name__} is no torch model; what can be done with it is in {ours}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch module with BLN layers, got {type(model).__name__}")
+    raise ValueError(
+        f"{type(model).__name__} has no BatchLayerNorm; bln.convert(model) replaces other norms, "
+        "bln.insert(model, example) adds one behind each nonlinearity"
+    )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 y = gamma * (w_B * x_B + w_F * x_F) + beta is a batch norm with scale gamma * w_B and shift beta, plus a layer norm with
 scale gamma * w_F. Both are differentiable, twice and by every mechanism torch has, and keep nothing for backward but
-the input and the statistics.
+the input and the statistics (with fewer than eight features, a few tensors like it).
 """
 
 from __future__ import annotations
@@ -29,32 +29,35 @@ def train(
     gamma = x.new_ones(d) if gamma is None else gamma
     beta = x.new_zeros(d) if beta is None else beta
 
-    y_B, batch_mean, batch_rstd = _batch_norm(x, gamma * w_B, beta, channel_dim, per_position, eps)
+    rows = moved(x, channel_dim, x.dim() - 1)
+    together = rows.is_contiguous()
+    lying, at = (rows, x.dim() - 1) if together else (x, channel_dim)  # each view less is one less to differentiate
+    y_B, batch_mean, batch_rstd = _batch_norm(lying, gamma * w_B, beta, at, per_position, eps)
 
-    rows = x.movedim(channel_dim, -1)
     scale = gamma * w_F
-    if d < 8:  # rows so narrow that layer norm's own gradient for its scale takes twice as long as one beside it
-        y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), None, None, eps)
-        y_F = y_F * scale
+    if d < 8:  # rows too narrow for layer norm's vectors: its backward takes three times as long as these operators
+        feature_mean = rows.mean(-1, keepdim=True)
+        centred = rows - feature_mean
+        feature_var = centred.square().mean(-1, keepdim=True)
+        y_F = centred * (feature_var + eps).rsqrt() * scale
     else:
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
+        feature_var = variance(feature_rstd.detach(), eps)
 
-    if rows.is_contiguous():  # into memory that is there: a new page costs more than the sum that fills it
-        y = y_F.add_(y_B.movedim(channel_dim, -1)).movedim(-1, channel_dim)
-    else:
-        y = y_B + y_F.movedim(-1, channel_dim)
+    # Into memory that is there, where it can be: a new page costs more than the sum that fills it.
+    y = moved(y_F.add_(y_B), x.dim() - 1, channel_dim) if together else y_B + moved(y_F, -1, channel_dim)
     return y, Statistics(
         batch_mean,
         variance(batch_rstd, eps),
-        feature_mean.squeeze(-1),
-        variance(feature_rstd.squeeze(-1), eps),
+        feature_mean.detach().squeeze(-1),
+        feature_var.detach().squeeze(-1),
         x.new_full((), 1 / n),
     )
 
 
 def variance(rstd: Tensor, eps: float) -> Tensor:
     """The variance behind a norm's inverse deviation; its rounding error is that of variance + eps, as it is used."""
-    return rstd.detach().pow(-2).sub(eps).clamp(min=0)
+    return rstd.pow(-2).sub_(eps).clamp(min=0)
 
 
 def _batch_norm(
@@ -64,7 +67,12 @@ def _batch_norm(
     columns = Columns(x, channel_dim, per_position)
     scale, shift = columns.spread(scale), columns.spread(shift)
     y, mean, rstd = torch.native_batch_norm(columns.of(x), scale, shift, None, None, True, 0.0, eps)
-    return columns.restore(y), columns.features_last(mean), columns.features_last(rstd)
+    return columns.restore(y), columns.features_last(mean.detach()), columns.features_last(rstd.detach())
+
+
+def moved(x: Tensor, dim: int, to: int) -> Tensor:
+    """``x.movedim(dim, to)``, which takes as long as a small sum even where nothing moves."""
+    return x if dim % x.dim() == to % x.dim() else x.movedim(dim, to)
 
 
 class Columns:
@@ -78,11 +86,11 @@ class Columns:
         as_it_lies = x.is_contiguous() and (self.per_position or channel_dim == 1)
         self.channel_dim = channel_dim
         self.at = channel_dim if as_it_lies else x.dim() - 1  # where features stand, as it lies
-        self.shape = x.movedim(channel_dim, self.at).shape
+        self.shape = moved(x, channel_dim, self.at).shape
 
     def of(self, x: Tensor) -> Tensor:
         """A tensor shaped as the one this was made for, in columns."""
-        lying = x.movedim(self.channel_dim, self.at)
+        lying = moved(x, self.channel_dim, self.at)
         if self.per_position:
             return lying.reshape(lying.shape[0], -1)
         return lying if self.at == 1 else lying.reshape(-1, lying.shape[-1])
@@ -95,19 +103,17 @@ class Columns:
 
     def restore(self, columns: Tensor) -> Tensor:
         """From columns to the shape it came in."""
-        return columns.reshape(self.shape).movedim(self.at, self.channel_dim)
+        return moved(columns.reshape(self.shape), self.at, self.channel_dim)
 
     def spread(self, value: Tensor) -> Tensor:
         """One value for each column, from one for each feature, or features last with positions."""
         if not self.per_position:
             return value
+        if value.dim() > 1:
+            return moved(value, -1, self.at - 1).reshape(-1)
         shape = self.shape[1:]
-        if value.dim() == 1:
-            value = value.reshape(-1, *[1] * (len(shape) - self.at))
-        else:
-            value = value.movedim(-1, self.at - 1)
         # One feature would stay a view of stride 0, which the native backward reads past the end of.
-        return value.expand(shape).contiguous().view(-1)
+        return value.reshape(-1, *[1] * (len(shape) - self.at)).expand(shape).contiguous().view(-1)
 
     def beside(self, value: Tensor) -> Tensor:
         """``spread``, in a shape that meets what ``of`` gives."""
@@ -116,4 +122,4 @@ class Columns:
 
     def features_last(self, value: Tensor) -> Tensor:
         """From one value for each column to ``(*positions, d)``, or ``(d,)``."""
-        return value.reshape(self.shape[1:]).movedim(self.at - 1, -1) if self.per_position else value
+        return moved(value.view(self.shape[1:]), self.at - 1, -1) if self.per_position else value

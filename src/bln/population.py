@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -116,7 +117,7 @@ class Population(nn.Module):
         """Let a training mini-batch in, unless its statistics are not finite.
 
         Args:
-            batch: The mini-batch's own statistics.
+            batch: The mini-batch's own statistics; those of features for each sample, or averaged over samples.
             m: Its samples; under a mask, at each position.
             entries: The entries behind each of its batch statistics; under a mask, at each position.
             mask: True at real entries.
@@ -128,9 +129,11 @@ class Population(nn.Module):
         window = self._window(positions)
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
-        isfinite = torch.maximum(new.batch_var.amax(), new.feature_var.amax()).isfinite()
-        finite = bool(isfinite) if can_look(isfinite) else isfinite  # known, it saves half of the operations below
-        anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
+        largest = torch.maximum(new.batch_var.amax(), new.feature_var.amax())
+        # Known, it saves half of the operations below.
+        finite: Any = largest.item() < math.inf if can_look(largest) else largest < math.inf
+        # A variance takes two entries. What is true anyway takes no operation, each of which is a launch on a GPU.
+        anything, spread = (finite if enough is True else finite & enough for enough in (m > 0, entries > 1))
         if anything is False:
             return
 
@@ -151,16 +154,18 @@ class Population(nn.Module):
         if momentum is None:
             weights = m / samples.clamp(min=1).to(dtype)
         else:
-            weights = (1 / updates.clamp(min=1).to(dtype)).clamp(min=momentum)
+            weights = updates.clamp(min=1).to(dtype).reciprocal().clamp(min=momentum)
 
         for name, value, enters, weight in zip(STATISTICS, new, entering, weights.unbind(), strict=True):
-            old = getattr(self, name)
+            # Written through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.
+            old = getattr(self, name).detach()
             old, value = old[window] if window else old, value.to(dtype)
             weight = weight[..., None] if name.startswith("batch") else weight
             if enters is True:
                 old.lerp_(value, weight)
             else:
                 enters = enters[..., None] if name.startswith("batch") else enters
+                # vmap has no rule for lerp_.
                 old.copy_(torch.lerp(old, torch.where(enters, value, old), weight))
 
     def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:
@@ -168,12 +173,15 @@ class Population(nn.Module):
         over = 0 if self.position_shape else None  # samples alone, or positions too
         m, entries = (at_least_one(c) for c in (m, entries))
         m, entries = (c.to(batch.inverse_m.dtype) if isinstance(c, Tensor) else c for c in (m, entries))
-        if mask is None:
-            feature_mean, feature_var = batch.feature_mean.mean(over), batch.feature_var.mean(over)
+        feature_mean, feature_var = batch.feature_mean, batch.feature_var
+        if feature_mean.dim() == batch.batch_mean.dim() - 1:  # averaged already
+            pass
+        elif mask is None:
+            feature_mean, feature_var = feature_mean.mean(over), feature_var.mean(over)
         else:
             hidden = ~mask
             feature_mean, feature_var = (
-                value.masked_fill(hidden, 0).sum(over) / entries for value in (batch.feature_mean, batch.feature_var)
+                value.masked_fill(hidden, 0).sum(over) / entries for value in (feature_mean, feature_var)
             )
         factor = formula.bessel(entries)
         return Statistics(

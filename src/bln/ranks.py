@@ -38,7 +38,7 @@ class Ranks:
         self.size = 1 if self._group is None else self._group.size()
         self.rank = 0 if self._group is None else self._group.rank()
         self._device = torch.device("cpu")
-        if self.size > 1 and "cpu" not in dist.get_backend_config(self._group):
+        if self._group is not None and "cpu" not in dist.get_backend_config(self._group):
             self._device = next(chain(model.parameters(), model.buffers())).device
         self._guarded = False
 

@@ -1,28 +1,19 @@
-"""The report in a real browser: no errors, every figure drawn, nothing wider than the page.
-
-Needs Chromium or Chrome (Debian: ``apt-get install chromium``); ``BLN_BROWSER`` names another executable.
-"""
+"""The report in a real browser: no errors, every figure drawn, nothing wider than the page."""
 
 import html
 import json
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import chromium
 from bln.experiments import report
 from report_runs import everything, like_authors, summary
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
-    "--disable-dev-shm-usage", "--virtual-time-budget=10000", "--window-size=1400,1000",
-)  # fmt: skip
+FLAGS = (*chromium.FLAGS, "--enable-logging=stderr", "--virtual-time-budget=10000", "--window-size=1400,1000")
 
 LISTEN = """<script>
 const errors = [];
@@ -50,25 +41,20 @@ FRAME = """<!DOCTYPE html><title>frame</title><body style="margin:0"><pre></pre>
 <iframe src="{page}" style="width:{width}px;height:900px;border:0"></iframe>"""
 
 
-def browser():
-    named = os.environ.get("BLN_BROWSER")
-    found = named or next(filter(None, map(shutil.which, NAMES)), None)
-    if not found:
-        pytest.fail(
-            f"no browser found (looked for {', '.join(NAMES)}): install one, on Debian with `apt-get install "
-            "chromium`, or name an executable in BLN_BROWSER",
-            pytrace=False,
-        )
-    return found
-
-
 def opened(page: str, folder: Path, width: int, *flags: str):
     """What a browser says about a page in a frame of this width: its own windows are never narrower than 500."""
     watched = page.replace("<head>", "<head>" + LISTEN, 1).replace("</body>", MEASURE + "</body>", 1)
     (folder / "watched.html").write_text(watched, "utf-8")
     (folder / "frame.html").write_text(FRAME.format(page="watched.html", width=width), "utf-8")
     profile = folder / f"profile-{len(list(folder.glob('profile-*')))}"
-    command = [browser(), *FLAGS, *flags, f"--user-data-dir={profile}", "--dump-dom", (folder / "frame.html").as_uri()]
+    command = [
+        chromium.executable(),
+        *FLAGS,
+        *flags,
+        f"--user-data-dir={profile}",
+        "--dump-dom",
+        (folder / "frame.html").as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
     assert found, f"the browser did not show the page: {done.stderr[-2000:]}"

@@ -28,6 +28,7 @@ def start(arguments: list[str], world: int, folder: str) -> list[subprocess.Pope
         "GLOO_SOCKET_IFNAME": "lo",  # whatever this machine's name resolves to
         "OMP_NUM_THREADS": "1",
     }
+    environment.pop("TRITON_INTERPRET", None)  # ranks on a GPU run the kernels themselves
     return [
         subprocess.Popen(
             [sys.executable, *arguments, str(rank), str(world), str(Path(folder) / "meet")], env=environment,
@@ -38,10 +39,10 @@ def start(arguments: list[str], world: int, folder: str) -> list[subprocess.Pope
 
 
 class Ranks:
-    """``world`` processes that wait for checks, functions of ``checks.py``, by name."""
+    """``world`` processes that wait for checks, functions of ``checks.py``, by name; on a GPU they share it."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, device: str) -> None:
+        self.world, self.device = world, device
         self._processes: list[subprocess.Popen] = []
 
     def check(self, name: str, **arguments: object) -> list[dict]:
@@ -77,7 +78,7 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._processes = start([str(HERE / "ranks.py")], self.world, self._folder.name)
+        self._processes = start([str(HERE / "ranks.py"), self.device], self.world, self._folder.name)
         self._lines = [queue.Queue() for _ in range(self.world)]
         for process, lines in zip(self._processes, self._lines, strict=True):
             threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
@@ -105,21 +106,24 @@ def _read(stream, lines: queue.Queue) -> None:
     lines.put(None)
 
 
-def join(rank: int, world: int, meet: str) -> None:
+def join(rank: int, world: int, meet: str, backend: str = "gloo") -> None:
     """Make this process a rank."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
-    )
+        backend, init_method=f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT),
+        device_id=torch.device("cuda", 0) if backend == "nccl" else None,
+    )  # fmt: skip
 
 
-def main(rank: str, world: str, meet: str) -> None:
+def main(device: str, rank: str, world: str, meet: str) -> None:
     import checks
 
-    join(int(rank), int(world), meet)
+    checks.DEVICE = device
+    # NCCL refuses ranks that share a GPU, so it is tried by one alone.
+    join(int(rank), int(world), meet, "nccl" if device == "cuda" and world == "1" else "gloo")
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
@@ -127,6 +131,8 @@ def main(rank: str, world: str, meet: str) -> None:
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch.*")
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # compiled DDP
+                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # compiled on a GPU
+                warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
                 answer = {"result": getattr(checks, name)(**arguments)}
         except BaseException:
             answer = {"error": traceback.format_exc()}

@@ -5,9 +5,8 @@ import random
 import pytest
 
 
-def test_averaged_statistics_are_those_of_one_process(two, three):
-    for ranks in (two, three):
-        ranks.check("averages", seed=random.randrange(2**31))
+def test_averaged_statistics_are_those_of_one_process(two_or_three):
+    two_or_three.check("averages", seed=random.randrange(2**31))
 
 
 def test_ranks_with_different_models_are_told(two):
@@ -20,10 +19,9 @@ def test_ranks_with_different_positions_are_told(two):
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "in DDP"])
 @pytest.mark.parametrize("synchronized", [False, True], ids=["local", "synchronized"])
-def test_calibrated_statistics_are_those_of_one_process(two, three, wrapped, synchronized):
+def test_calibrated_statistics_are_those_of_one_process(two_or_three, wrapped, synchronized):
     """One rank has no batches at all."""
-    for ranks in (two, three):
-        ranks.check("calibrated", seed=random.randrange(2**31), wrapped=wrapped, synchronized=synchronized)
+    two_or_three.check("calibrated", seed=random.randrange(2**31), wrapped=wrapped, synchronized=synchronized)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +31,27 @@ def test_calibrated_statistics_are_those_of_one_process(two, three, wrapped, syn
         {"calibrate": True},
         {"per_layer": True},
         {"rebatch": True},
+    ],
+    ids=str,
+)
+def test_all_ranks_find_what_one_process_finds(three, how):
+    all_find(three, how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
         {"per_layer": True, "sampler": "random", "trials": 3},
         {"per_layer": True, "robust": True, "sampler": "tpe", "trials": 2},
     ],
     ids=str,
 )
-def test_all_ranks_find_what_one_process_finds(three, how):
-    first, *others = three.check("searched", seed=random.randrange(2**31), how=how)
+def test_all_ranks_follow_the_study_of_rank_0(three_on_cpu, how):
+    all_find(three_on_cpu, how)
+
+
+def all_find(ranks, how):
+    first, *others = ranks.check("searched", seed=random.randrange(2**31), how=how)
     assert len(first) >= 16
     assert all(other == first for other in others)
 

@@ -4,23 +4,18 @@ import random
 import time
 
 import pytest
+import torch
 from ranks import HERE, start
 
 SHARES = {
-    "two": [[4, 4], [1, 6], [0, 5], [7, 0], [1, 1]],
-    "three": [[2, 3, 4], [0, 5, 1], [6, 0, 0], [1, 0, 1]],
+    2: [[4, 4], [1, 6], [0, 5], [7, 0], [1, 1]],
+    3: [[2, 3, 4], [0, 5, 1], [6, 0, 0], [1, 0, 1]],
 }
 
 
-@pytest.fixture(params=["two", "three"])
-def ranks(request):
-    return request.getfixturevalue(request.param)
-
-
 def against_the_oracle(ranks, **case):
-    name = "two" if ranks.world == 2 else "three"
     defaults = {
-        "seed": random.randrange(2**31), "shares": SHARES[name], "dtype": "float32", "positions": [3, 2],
+        "seed": random.randrange(2**31), "shares": SHARES[ranks.world], "dtype": "float32", "positions": [3, 2],
         "channel_dim": 1, "per_position": True, "masked": False, "momentum": 0.3,
     }  # fmt: skip
     ranks.check("against_the_oracle", **{**defaults, **case})
@@ -29,8 +24,8 @@ def against_the_oracle(ranks, **case):
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_outputs_gradients_and_population_are_those_of_one_process(ranks, dtype, per_position, masked):
-    against_the_oracle(ranks, dtype=dtype, per_position=per_position, masked=masked)
+def test_outputs_gradients_and_population_are_those_of_one_process(two_or_three, dtype, per_position, masked):
+    against_the_oracle(two_or_three, dtype=dtype, per_position=per_position, masked=masked)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
@@ -50,13 +45,19 @@ def test_without_looking_at_counts_as_on_a_gpu(two, per_position, masked):
     against_the_oracle(two, per_position=per_position, masked=masked, looking=False)
 
 
+@pytest.mark.parametrize("looking", [True, False], ids=["looking", "not looking"])
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+def test_one_rank_alone_may_be_masked(two_or_three, per_position, looking):
+    against_the_oracle(two_or_three, per_position=per_position, masked=True, only=1, looking=looking)
+
+
 @pytest.mark.parametrize(("masked", "backend"), [(False, "inductor"), (True, "aot_eager")], ids=["whole", "masked"])
 def test_compiled_in_one_graph(two, masked, backend):
     against_the_oracle(two, shares=[[3, 4], [3, 4]], masked=masked, compiled=backend, per_position=masked)
 
 
-def test_a_mini_batch_without_any_sample_teaches_nothing(ranks):
-    ranks.check("empty_everywhere")
+def test_a_mini_batch_without_any_sample_teaches_nothing(two_or_three):
+    two_or_three.check("empty_everywhere")
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -64,8 +65,8 @@ def test_not_finite_on_one_rank_enters_nowhere(two, value):
     two.check("not_finite_on_one_rank", value=float(value))
 
 
-def test_ranks_may_pad_sequences_to_different_lengths(ranks):
-    ranks.check("sequences_of_different_lengths", seed=random.randrange(2**31))
+def test_ranks_may_pad_sequences_to_different_lengths(two_or_three):
+    two_or_three.check("sequences_of_different_lengths", seed=random.randrange(2**31))
 
 
 def test_different_positions_are_refused_on_all_ranks_before_they_are_learned(two):
@@ -74,28 +75,53 @@ def test_different_positions_are_refused_on_all_ranks_before_they_are_learned(tw
     )
 
 
+def test_positions_known_otherwise_are_refused_before_a_message_is_sent(two_on_cpu):
+    """gloo ends the process where messages do not fit together."""
+    answers = two_on_cpu.check("positions_known_otherwise")
+    for texts in answers:
+        assert [text.split("positions: ")[1].split(". Ways")[0] for text in texts] == [
+            "[(4,), (5,)]", "[(4, 4), (2, 8)]", "[(6,), (3,)]",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_ranks_may_have_inputs_of_different_types(two_or_three, masked):
+    two_or_three.check("ranks_of_different_types", masked=masked)
+
+
 @pytest.mark.parametrize("config", ["TTFF", "FFFF"])
 def test_eval_does_not_communicate(two, config):
     two.check("eval_is_local", config=config)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_forward_and_backward_use_one_collective_each(two, masked):
-    two.check("collectives_are_one_each_way", masked=masked)
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+def test_forward_and_backward_use_one_collective_each(two, per_position, masked):
+    two.check("collectives_are_one_each_way", masked=masked, per_position=per_position)
+
+
+def test_channels_last_stay_last(two):
+    two.check("channels_last")
 
 
 def test_a_group_of_its_own_is_shared_by_copies_and_not_pickled(three):
     three.check("a_group_of_some_ranks", seed=random.randrange(2**31))
 
 
-@pytest.mark.parametrize("how", ["ddp", "no_sync", "fsdp", "compiled", "ddp compiled", "checkpoint"])
+@pytest.mark.parametrize("how", ["ddp", "no_sync", "compiled", "ddp compiled", "checkpoint"])
 def test_a_net_trains_as_in_one_process(two, how):
     two.check("net_against_one_process", seed=random.randrange(2**31), how=how)
 
 
-@pytest.mark.parametrize("how", ["ddp", "no_sync", "fsdp", "checkpoint"])
+@pytest.mark.parametrize("how", ["ddp", "no_sync", "checkpoint"])
 def test_a_net_trains_with_ranks_that_have_no_data(three, how):
     three.check("net_against_one_process", seed=random.randrange(2**31), how=how, empty=True)
+
+
+def test_a_sharded_net_trains_as_in_one_process(two_on_cpu, three_on_cpu):
+    """On a CPU alone: gloo does not scatter sums of GPU tensors, and NCCL takes a GPU for each rank."""
+    two_on_cpu.check("net_against_one_process", seed=random.randrange(2**31), how="fsdp")
+    three_on_cpu.check("net_against_one_process", seed=random.randrange(2**31), how="fsdp", empty=True)
 
 
 def test_converting_sync_batch_norm_keeps_its_group(two):
@@ -120,6 +146,22 @@ def test_a_lost_rank_fails_the_others_with_a_clear_error(tmp_path, what, world):
         assert f"caught rank {rank} of {world}" in output, output
         assert "has died" in output
         assert output.rstrip().endswith("done")
+
+
+if torch.cuda.is_available():
+
+    @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+    @pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+    def test_nccl_exchanges_without_waiting_on_the_host(one_on_gpu, dtype, per_position, masked):
+        """A group of one, made to exchange: NCCL refuses two ranks on one GPU."""
+        one_on_gpu.check("through_nccl", dtype=dtype, per_position=per_position, masked=masked)
+
+    def test_a_step_with_nccl_is_captured_in_a_graph(one_on_gpu):
+        one_on_gpu.check("captured_with_nccl")
+
+    def test_averages_calibration_and_search_take_nccl(one_on_gpu):
+        one_on_gpu.check("merged_through_nccl")
 
 
 def test_the_output_may_be_changed_in_place(two):

@@ -112,6 +112,7 @@ class TestCommandLine:
             ("reproduce cnn --data-dir {}/nowhere --epochs 1 --seeds 1 --out {}/out", "bln data get cifar10"),
             ("reproduce cnn --device tpu --out {}", "device 'tpu' cannot be used here"),
             ("reproduce cnn --out {}/old", "holds runs of version 0.0 (format 0), this is"),
+            ("demo --workers 0 --out {}/out", "workers must be at least 1, got 0"),
             ("report {}/nowhere.json", "nowhere.json: No such file or directory"),
             ("report {}/rubbish.json", "is not a summary"),
         ],
@@ -143,3 +144,17 @@ class TestCommandLine:
             main(["demo"])
         assert ended.value.code == 2
         assert 'pip install "batch-layer-norm[experiments]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379", "127.0.0.1:99999"]
+)
+def test_a_ray_cluster_that_does_not_answer_is_an_error_at_once(tmp_path, address):
+    with pytest.raises(ValueError, match=f"no Ray cluster at '{address}'.*ray start --head"):
+        reproduce([TINY], tmp_path, Path(), device=torch.device("cpu"), backend="ray", address=address)
+
+
+@pytest.mark.parametrize("address", ["cluster", "cluster:", ":6379", "cluster:port"])
+def test_what_is_no_address_of_a_ray_cluster_is_refused(tmp_path, address):
+    with pytest.raises(ValueError, match=f"host:port.*got '{address}'"):
+        reproduce([TINY], tmp_path, Path(), device=torch.device("cpu"), backend="ray", address=address)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -184,19 +185,18 @@ class TestProtocol:
     def test_the_paper_draws_mini_batches_once_and_clean_each_epoch(self, tmp_path, monkeypatch):
         patch(monkeypatch)
         seen = []
-        monkeypatch.setattr(
-            "bln.experiments.training._Training.fit",
-            lambda self, batches: (seen.append(batches), (1.0, 0.5))[1],
-        )
+        monkeypatch.setattr("bln.experiments.training._Training.fit", lambda self, x, y: seen.append(x.clone()))
         for protocol in ("paper", "clean"):
             run(replace(TINY, task="cnn", norm="none", batch_size=10, fraction=1.0, protocol=protocol), tmp_path)
 
         def composition(batches):
-            return frozenset(frozenset(x.flatten(1).sum(1).tolist()) for x, _ in batches)
+            return frozenset(frozenset(x.flatten(1).sum(1).tolist()) for x in batches)
 
-        paper, clean = seen[:4], seen[4:]
+        assert len(seen) == 2 * 4 * 5
+        epochs = [seen[at : at + 5] for at in range(0, len(seen), 5)]
+        paper, clean = epochs[:4], epochs[4:]
         for batches in paper[1:]:
-            assert all(torch.equal(x, y) for (x, _), (y, _) in zip(batches, paper[0], strict=True))
+            assert all(torch.equal(x, y) for x, y in zip(batches, paper[0], strict=True))
         assert len(set(map(composition, clean))) == 4
 
     def test_twenty_percent_are_9000_and_1000_of_cifar(self):
@@ -206,6 +206,11 @@ class TestProtocol:
         assert everything.unique().numel() == 50_000
         assert set(train.tolist()) <= set(tasks._divide(50_000, 1.0, 3)[0].tolist())
         assert not torch.equal(train, tasks._divide(50_000, 0.2, 4)[0])
+
+    @pytest.mark.parametrize("divide", [partial(tasks._divide, 50_000), partial(tasks.split_digits, Path())])
+    def test_a_fraction_that_leaves_nothing_is_refused(self, divide):
+        with pytest.raises(ValueError, match=r"of 1e-05 leaves 0 samples to train on .* a larger --fraction"):
+            divide(1e-5, 0)
 
     def test_each_input_is_standardized_over_the_training_part(self, monkeypatch):
         monkeypatch.setattr(tasks, "VALIDATION", 10)
@@ -217,16 +222,17 @@ class TestProtocol:
 
     def test_training_is_validated_with_the_current_statistics(self, tmp_path, monkeypatch):
         seen = []
-        evaluate = "bln.experiments.training._Training.evaluate"
         monkeypatch.setattr(
-            evaluate,
-            lambda self, batches: (seen.append({str(x.config) for x in bln.layers(self.model).values()}), (1.0, 0.5))[
-                1
-            ],
+            "bln.experiments.training._Training.evaluate",
+            lambda self, x, y: seen.append(({str(layer.config) for layer in bln.layers(self.model).values()}, len(y))),
         )
         run(replace(TINY, epochs=2), tmp_path)
-        assert seen[:2] == [{"FFFF"}, {"FFFF"}]
-        assert len(seen) == 3  # and the test, once
+        split = tasks.split_digits(Path(), TINY.fraction, TINY.seed)
+        assert [config for config, _ in seen[: 2 * len(split.validation.batches(25))]] == [{"FFFF"}] * 2 * len(
+            split.validation.batches(25)
+        )
+        judged = sum(count for _, count in seen) - 2 * len(split.validation.targets)
+        assert judged == len(split.test.targets)  # the test, once
 
     def test_population_statistics_are_those_of_one_epoch(self, tmp_path):
         run(replace(TINY, epochs=2), tmp_path)

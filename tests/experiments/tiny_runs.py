@@ -41,8 +41,9 @@ def fake_imdb(count: int = 60) -> data.IMDB:
 def patch(monkeypatch, validation: int = 10) -> None:
     """Have the paper's tasks run on these."""
     monkeypatch.setattr(tasks, "VALIDATION", validation)
-    monkeypatch.setattr(tasks, "_cifar10", lambda folder: fake_cifar())
-    monkeypatch.setattr(tasks, "_imdb", lambda folder: fake_imdb())
+    cifar, imdb = fake_cifar(), fake_imdb()
+    monkeypatch.setattr(tasks, "_cifar10", lambda folder: cifar)
+    monkeypatch.setattr(tasks, "_imdb", lambda folder: imdb)
     small = replace(tasks.TASKS["rnn"], model=partial(models.sentiment, words=50, features=8))
     monkeypatch.setitem(tasks.TASKS, "rnn", small)
 

@@ -420,6 +420,12 @@ def test_inputs_that_cannot_be_are_refused(x, mask, error, message):
         make()(x, mask=mask)
 
 
+def test_a_mask_may_be_a_list(rng):
+    x, mask = normal(rng, 2, 3, 4), [[True, True, False], [True, False, False]]
+    wanted = oracle.train(np.asarray(x, np.float64), mask=np.array(mask))
+    np.testing.assert_allclose(make(4)(x, mask=mask), wanted, atol=1e-5)  # float32, of order 1
+
+
 def test_other_positions_are_refused_with_the_ways_out(rng):
     layer = make()
     layer(normal(rng, 2, 4, 4, 3))

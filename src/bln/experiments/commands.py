@@ -27,7 +27,7 @@ data = typer.Typer(help="The data sets of the paper.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 DataDir = Annotated[Path, typer.Option(help="Where the data sets are.")]
-Workers = Annotated[int, typer.Option(help="Runs side by side.")]
+Workers = Annotated[int, typer.Option(help="Processes side by side.")]
 
 
 @app.command()
@@ -36,7 +36,7 @@ def demo(
     workers: Annotated[int | None, typer.Option(help="Runs side by side; one for each core if not said.")] = None,
 ) -> None:
     """Train BLN, BN and LN on handwritten digits at batch 1 and 25, search the 16 configurations, report."""
-    _run(demonstration.settings(), out, Path(), "cpu", workers or os.cpu_count() or 1)
+    _run(demonstration.settings(), out, Path(), "cpu", os.cpu_count() or 1 if workers is None else workers)
 
 
 @app.command()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from . import runs
 from .norms import norm
 from .runs import RunError, RunFolder, Settings
 from .tasks import TASKS
-from .training import train
+from .training import train_together
 
 BATCH_SIZES = {"cnn": (1, 25), "rnn": (1, 25), "resnet": (1, 2, 4, 8, 32)}
 FRACTIONS = {"cnn": (0.2, 1.0), "rnn": (0.2, 1.0), "resnet": (0.2,)}
@@ -101,12 +102,14 @@ def reproduce(
 ) -> dict[Settings, str]:
     """Bring all runs to their end; returns how each ended. Those that cannot go on do not keep the others.
 
+    On a GPU runs that differ in the seed alone train together, each on a stream of its own.
+
     Args:
         settings: The runs.
         out: Where their folders are; with ``ray``, on storage all machines share.
         data_dir: Where the data sets are, likewise.
         device: To train on.
-        workers: Runs side by side.
+        workers: Processes side by side.
         backend: ``local``, processes of joblib; or ``ray``, tasks of a Ray cluster. A task whose worker is lost is
             started again on another, and resumes from its checkpoint.
         address: Of the cluster; without one, Ray starts on this machine.
@@ -116,47 +119,77 @@ def reproduce(
         raise ValueError(f"workers must be at least 1, got {workers}")
     if backend not in ("local", "ray"):
         raise ValueError(f"the backend must be 'local' or 'ray', got {backend!r}")
+    groups = _groups(settings, TOGETHER if device.type == "cuda" else 1)
     if backend == "ray":
         with _watched(settings, out, progress):
-            statuses = _on_ray(settings, out.resolve(), data_dir.resolve(), device, workers, address)
+            ended = _on_ray(groups, out.resolve(), data_dir.resolve(), device, workers, address)
     elif workers == 1:
-        statuses = [_run_here(each, out, data_dir, device, progress, at) for at, each in enumerate(settings)]
+        ended, before = [], 0
+        for group in groups:
+            ended.append(_run_here(group, out, data_dir, device, progress, before))
+            before += len(group)
     else:
         from joblib import Parallel, delayed
 
         threads = max(1, (os.cpu_count() or 1) // workers)
         with _watched(settings, out, progress):
             parallel = Parallel(n_jobs=workers, backend="loky", batch_size=1)
-            statuses = parallel(delayed(_run_alone)(each, out, data_dir, device, threads) for each in settings)
-    return dict(zip(settings, statuses, strict=True))
+            ended = parallel(delayed(_run_alone)(group, out, data_dir, device, threads) for group in groups)
+    found = {each: status for statuses in ended for each, status in statuses.items()}
+    return {each: found[each] for each in settings}
 
 
-def _run(settings: Settings, out: Path, data_dir: Path, device: torch.device, tick: Callable[[float], None]) -> str:
-    try:
-        return train(settings, out, data_dir, device, tick)
-    except RunError as error:
-        return f"error: {error}"
+TOGETHER = 8
+"""Runs that train together at most: each holds its data on the device."""
+
+
+def _groups(settings: Sequence[Settings], most: int) -> list[list[Settings]]:
+    """Runs that differ in the seed alone, so many of them at most."""
+    alike: dict[Settings, list[Settings]] = {}
+    for each in settings:
+        alike.setdefault(replace(each, seed=0), []).append(each)
+    return [group[at : at + most] for group in alike.values() for at in range(0, len(group), most)]
+
+
+def _run(
+    group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, tick: Callable[[float], None]
+) -> dict[Settings, str]:
+    ended = train_together(group, out, data_dir, device, tick)
+    statuses = (f"error: {each}" if isinstance(each, RunError) else each for each in ended)
+    return dict(zip(group, statuses, strict=True))
 
 
 def _run_here(
-    settings: Settings, out: Path, data_dir: Path, device: torch.device, progress: Progress, before: int
-) -> str:
-    progress(before, settings.name)
-    return _run(settings, out, data_dir, device, lambda done: progress(before + done, settings.name))
+    group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, progress: Progress, before: int
+) -> dict[Settings, str]:
+    name = group[0].name + (f" and {len(group) - 1} more seeds" if len(group) > 1 else "")
+    progress(before, name)
+    return _run(group, out, data_dir, device, lambda done: progress(before + done * len(group), name))
 
 
-def _run_alone(settings: Settings, out: Path, data_dir: Path, device: torch.device, threads: int) -> str:
+def _run_alone(
+    group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, threads: int
+) -> dict[Settings, str]:
     torch.set_num_threads(threads)
-    return _run(settings, out, data_dir, device, lambda done: None)
+    return _run(group, out, data_dir, device, lambda done: None)
 
 
 _LOST = 5
 """How often a run whose worker was lost is started again."""
+_PATIENCE = 10.0
+"""Seconds for a cluster to answer."""
 
 
 def _on_ray(
-    settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int, address: str | None
-) -> list[str]:
+    groups: Sequence[Sequence[Settings]],
+    out: Path,
+    data_dir: Path,
+    device: torch.device,
+    workers: int,
+    address: str | None,
+) -> list[dict[Settings, str]]:
+    if address is not None:
+        _look_for(address)
     try:
         import ray
     except ImportError:
@@ -167,14 +200,33 @@ def _on_ray(
             ray.init(address=address, num_cpus=None if address else workers, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise ValueError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
+    lost = ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError
     try:
         task = ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"), max_retries=_LOST)(_run_alone)
-        return list(ray.get([task.remote(each, out, data_dir, device, 1) for each in settings]))
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError) as error:
-        raise RunError(f"a run lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}") from None
+        statuses: list[dict[Settings, str]] = []
+        for group, run in [(group, task.remote(group, out, data_dir, device, 1)) for group in groups]:
+            try:
+                statuses.append(ray.get(run))
+            except lost as error:
+                why = f"error: it lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}"
+                statuses.append(dict.fromkeys(group, why))
+        return statuses
     finally:
         if begun:
             ray.shutdown()
+
+
+def _look_for(address: str) -> None:
+    """Refuse an address where nobody answers: Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local"):
+        return
+    if not (host and port.isdigit()):
+        raise ValueError(f"the address of a Ray cluster must be host:port, ray://host:port or auto, got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no Ray cluster at {address!r}: {error}; `ray start --head` prints its address") from None
 
 
 @contextmanager

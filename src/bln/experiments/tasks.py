@@ -87,6 +87,7 @@ def split_digits(folder: Path, fraction: float, seed: int) -> Split:
     """scikit-learn's digits, which need no folder; the fraction is of the training part."""
     found = data.digits(seed=seed)
     keep = _shuffled(len(found.train_images), seed)[: round(fraction * len(found.train_images))]
+    _check(fraction, keep, found.validation_labels)
     return Split(
         Part(found.train_images[keep], found.train_labels[keep]),
         Part(found.validation_images, found.validation_labels),
@@ -112,7 +113,17 @@ def _divide(count: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Which samples train and which validate: the validation part is taken first, then a fraction of both."""
     order = _shuffled(count, seed)
     validation, train = order[:VALIDATION], order[VALIDATION:]
-    return train[: round(fraction * len(train))], validation[: round(fraction * len(validation))]
+    train, validation = (part[: round(fraction * len(part))] for part in (train, validation))
+    _check(fraction, train, validation)
+    return train, validation
+
+
+def _check(fraction: float, train: Tensor, validation: Tensor) -> None:
+    if not (len(train) and len(validation)):
+        raise ValueError(
+            f"a fraction of {fraction:g} leaves {len(train)} samples to train on and {len(validation)} to validate "
+            "with; take a larger --fraction"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Train one run to its end, from wherever it stands."""
+"""Train runs to their end, from wherever they stand: one alone, or several in turns."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +15,105 @@ from torch import Tensor
 import bln
 
 from .norms import norm
-from .runs import RunFolder, Settings
+from .runs import RunError, RunFolder, Settings
+from .steps import Steps, lane, steps
 from .tasks import TASKS, Part, Task, accuracy
 
-Batches = Sequence[tuple[Tensor, Tensor]]
 Tick = Callable[[float], None]
-"""Told how far the run has come, from 0 to 1, every now and then."""
+"""Told how far the runs have come, from 0 to 1, every now and then."""
 
 
 def train(settings: Settings, out: Path, data_dir: Path, device: torch.device, tick: Tick = lambda done: None) -> str:
     """Bring a run to its end, and return how it ended: ``finished`` or ``diverged``. A finished one is left alone."""
+    (ended,) = train_together([settings], out, data_dir, device, tick)
+    if isinstance(ended, RunError):
+        raise ended
+    return ended
+
+
+def train_together(
+    group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, tick: Tick = lambda done: None
+) -> list[str | RunError]:
+    """Bring several runs to their end, a step of each in turn, and return how each ended.
+
+    On a GPU each works on a stream of its own, and their small kernels run side by side. Runs share nothing: one that
+    cannot go on, or stands at another epoch, does not matter to the others, and the numbers are those of a run alone.
+    """
+    lives = {each: _life(each, out, data_dir, device) for each in group}
+    alone = len(lives) == 1 and device.type == "cpu"
+    lanes = {each: nullcontext if alone else lane(device) for each in lives}
+    done = dict.fromkeys(group, 0.0)
+    ended: dict[Settings, str | RunError] = {}
+    told = -math.inf
+    try:
+        while lives:
+            for each, life in list(lives.items()):
+                try:
+                    with lanes[each]():
+                        done[each] = next(life)
+                    continue
+                except StopIteration as end:
+                    ended[each] = end.value
+                except RunError as error:
+                    ended[each] = error
+                del lives[each]
+                done[each] = 1.0
+            if time.monotonic() - told > 0.2:
+                tick(sum(done.values()) / len(done))
+                told = time.monotonic()
+    finally:
+        for life in lives.values():
+            life.close()
+    return [ended[each] for each in group]
+
+
+Life = Generator[float, None, Any]
+"""Work of a run that pauses after each step and says how far the run has come, from 0 to 1."""
+
+
+def _life(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Life:
     folder = RunFolder(out, settings)
     with folder.locked():
         folder.prepare()
         found = folder.result()
         if found is None:
-            found = _Training(settings, folder, data_dir, device, tick).run()
-    status: str = found["status"]
-    return status
+            found = yield from _Training(settings, folder, data_dir, device).run()
+    return found["status"]
 
 
 class _Training:
-    def __init__(self, settings: Settings, folder: RunFolder, data_dir: Path, device: torch.device, tick: Tick) -> None:
-        self.settings, self.folder, self.device, self.tick = settings, folder, device, tick
+    """One run. While it pauses others work: what it sets outside of itself must hold for one step alone."""
+
+    def __init__(self, settings: Settings, folder: RunFolder, data_dir: Path, device: torch.device) -> None:
+        self.settings, self.folder, self.device = settings, folder, device
         self.task: Task = TASKS[settings.task]
         self.split = self.task.split(data_dir, settings.fraction, settings.seed)
         torch.manual_seed(settings.seed)
         self.model = self.task.model(norm(settings.norm)).to(device)
         if self.split.train.inputs.dim() == 4:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.task.learning_rate, fused=True)
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=self.task.learning_rate, fused=True, capturable=device.type == "cuda"
+        )
+        self.total = torch.zeros(2, device=device)
         self.metrics: list[dict[str, Any]] = []
         self.seconds: list[float] = []
         self.best: dict[str, Any] | None = None
         self.best_epoch: int | None = None
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Life:
         self.resume()
-        validation = self.split.validation.to(self.device).batches(self.settings.batch_size)
-        training = self.split.train.to(self.device)
+        training, validation = (part.to(self.device) for part in (self.split.train, self.split.validation))
+        size = self.settings.batch_size
+        fit, evaluate = steps(self.fit, training, size), steps(self.evaluate, validation, size)
         board = _board(self.folder.path, self.metrics)
         while len(self.metrics) < self.settings.epochs and not self.diverged():
-            self.epoch(training, validation)
+            yield from self.epoch(fit, evaluate)
             for name, value in self.metrics[-1].items():
                 if name != "epoch" and value is not None:
                     board.add_scalar(name, value, len(self.metrics))
         board.close()
-        result = self.judge(validation)
+        result = yield from self.judge(validation)
         self.folder.finish(result, self.best)
         return result
 
@@ -70,20 +123,23 @@ class _Training:
             return
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:  # the checkpoint may come from another device
+            group["capturable"] = self.optimizer.defaults["capturable"]
         self.metrics, self.seconds = state["metrics"], state["seconds"]
         self.best, self.best_epoch = state["best"], state["best_epoch"]
 
-    def epoch(self, training: Part, validation: Batches) -> None:
+    def epoch(self, fit: Steps, evaluate: Steps) -> Life:
         begun, number = time.perf_counter(), len(self.metrics) + 1
         # What is drawn depends on seed and epoch alone, so that a run that was interrupted draws the same.
         torch.manual_seed(self.settings.seed * 10_007 + number)
         for layer in bln.layers(self.model).values():
             layer.reset_statistics()
-        train_loss, train_accuracy = self.fit(self.batches(training))
-        with torch.no_grad():
-            for layer in bln.layers(self.model).values():
-                layer.config = "FFFF"
-            validation_loss, validation_accuracy = self.evaluate(validation)
+        self.model.train()
+        train_loss, train_accuracy = yield from self.over(fit, self.order(len(fit.part.targets)))
+        for layer in bln.layers(self.model).values():
+            layer.config = "FFFF"
+        self.model.eval()
+        validation_loss, validation_accuracy = yield from self.over(evaluate)
         line = (number, train_loss, train_accuracy, validation_loss, validation_accuracy)
         names = ("epoch", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
         self.metrics.append(dict(zip(names, map(_finite, line), strict=True)))
@@ -102,41 +158,39 @@ class _Training:
         }
         self.folder.save(state, self.metrics, self.seconds)
 
-    def batches(self, training: Part) -> Batches:
+    def order(self, count: int) -> Tensor | None:
         """The paper's mini-batches are drawn once, and come in the same order each epoch; clean ones are drawn anew."""
-        order = torch.randperm(len(training.inputs)) if self.settings.protocol == "clean" else None
-        return training.batches(self.settings.batch_size, order)
+        return torch.randperm(count) if self.settings.protocol == "clean" else None
 
-    def fit(self, batches: Batches) -> tuple[float, float]:
-        """An epoch of training; loss and accuracy are averages over its mini-batches, as Keras logs them."""
-        self.model.train()
-        total = torch.zeros(2, device=self.device)
-        for number, (inputs, targets) in enumerate(batches):
-            self.optimizer.zero_grad()
-            outputs = self.model(inputs)
-            loss = self.task.loss(outputs, targets)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            with torch.no_grad():
-                total += torch.stack((loss, accuracy(outputs, targets))) * len(targets)
-            if number % 50 == 0:
-                self.tick((len(self.metrics) + number / len(batches)) / self.settings.epochs)
-        return _pair(total / sum(len(targets) for _, targets in batches))
+    def fit(self, inputs: Tensor, targets: Tensor) -> None:
+        """A step of training."""
+        self.optimizer.zero_grad()
+        outputs = self.model(inputs)
+        loss = self.task.loss(outputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.add(loss.detach(), outputs.detach(), targets)
 
-    def evaluate(self, batches: Batches) -> tuple[float, float]:
-        self.model.eval()
-        total, count = torch.zeros(2, device=self.device), 0
-        for inputs, targets in batches:
-            outputs = self.model(inputs)
-            total += torch.stack((self.task.loss(outputs, targets), accuracy(outputs, targets))) * len(targets)
-            count += len(targets)
-        return _pair(total / count)
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> None:
+        outputs = self.model(inputs)
+        self.add(self.task.loss(outputs, targets), outputs, targets)
+
+    def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        self.total += torch.stack((loss, accuracy(outputs, targets))) * len(targets)
+
+    def over(self, each: Steps, order: Tensor | None = None) -> Generator[float, None, tuple[float, float]]:
+        """Go through a part; loss and accuracy are averages over its mini-batches, as Keras logs them."""
+        self.total.zero_()
+        for share in each(order):
+            yield min(1.0, (len(self.metrics) + (share if self.model.training else 1)) / self.settings.epochs)
+        loss, right = (self.total / len(each.part.targets)).tolist()
+        return loss, right
 
     def diverged(self) -> bool:
         return bool(self.metrics) and self.metrics[-1]["train_loss"] is None
 
-    @torch.no_grad()
-    def judge(self, validation: Batches) -> dict[str, Any]:
+    def judge(self, validation: Part) -> Life:
         """Test the weights of the best epoch; with BLN, in the configuration that validates best."""
         result: dict[str, Any] = {
             "status": "diverged" if self.diverged() else "finished",
@@ -148,36 +202,33 @@ class _Training:
         if self.best is None or self.diverged():
             return result
         self.model.load_state_dict(self.best)
+        self.model.eval()
         size = self.settings.batch_size
         test = self.split.test.to(self.device)
         if not bln.layers(self.model):  # nothing depends on the batch, so take large ones
-            result["test"] = _score(self.evaluate(test.batches(250)))
+            result["test"] = _score((yield from self.over(steps(self.evaluate, test, 250))))
             return result
         found = self.configurations(validation)
         result["chosen"] = min(found, key=lambda config: (found[config][0] is None, found[config]))
         result["configurations"] = {"validation": found, "test": None}
         if self.settings.protocol == "paper":  # the paper ranks all 16 on the test set
-            result["configurations"]["test"] = self.configurations(test.batches(size))
+            result["configurations"]["test"] = self.configurations(test)
             result["test"] = _score(result["configurations"]["test"][result["chosen"]])
         else:
             bln.configure(self.model, result["chosen"])
-            result["test"] = _score(self.evaluate(test.batches(size)))
+            result["test"] = _score((yield from self.over(steps(self.evaluate, test, size))))
         self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
         return result
 
-    def configurations(self, batches: Batches) -> dict[str, tuple[float | None, float | None]]:
+    def configurations(self, part: Part) -> dict[str, tuple[float | None, float | None]]:
         """Loss and accuracy of all 16."""
+        batches = part.batches(self.settings.batch_size)
         found = bln.search(self.model, batches, loss=self.task.loss, metrics={"accuracy": accuracy}, progress=False)
         return {str(row.config): (_finite(row.loss), _finite(row.metrics["accuracy"])) for row in found}
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _pair(values: Tensor) -> tuple[float, float]:
-    loss, right = values.tolist()
-    return loss, right
 
 
 def _score(pair: Sequence[float | None]) -> dict[str, float | None]:

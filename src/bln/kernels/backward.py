@@ -143,6 +143,16 @@ def _differentiate(
         tiles.store(dx + at, out, real, EVEN)
 
 
+@triton.jit
+def _store_parameters(at, dgamma, dbeta, cs, block, C, BP: tl.constexpr, POOLED: tl.constexpr):
+    """What the positions of a block give together; where sums are pooled, each has those of all: they count once."""
+    counts = tl.arange(0, BP)[:, None] >= 0
+    if POOLED:
+        counts = tl.arange(0, BP)[:, None] + block == 0
+    tl.store(at, tl.sum(tl.where(counts, dgamma, 0.0), 0), mask=cs < C)
+    tl.store(at + C, tl.sum(tl.where(counts, dbeta, 0.0), 0), mask=cs < C)
+
+
 @triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
 def sweep(
     x, dy, dx, hidden, gamma, statistics, partials, rows, ready, inverse_m, counts, N, P, C,
@@ -201,14 +211,8 @@ def sweep(
             inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)[:, None]
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
         if split == 0:
-            at, once = rows + 2 * block * C + cs, tl.arange(0, BP)
-            if POOLED:  # the sums are of all positions: they count once
-                once += block
-            else:
-                once = once * 0
             dgamma = (w_B * r_B) * dot_B + w_F * dot_F
-            tl.store(at, tl.sum(tl.where(once[:, None] == 0, dgamma, 0.0), 0), mask=cs < C)
-            tl.store(at + C, tl.sum(tl.where(once[:, None] == 0, total, 0.0), 0), mask=cs < C)
+            _store_parameters(rows + 2 * block * C + cs, dgamma, total, cs, block, C, BP, POOLED)
         if MASKED:
             w_F = tl.trans(w_F)
         _differentiate(

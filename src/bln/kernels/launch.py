@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-_RESIDENT = 16384  # values of a slab that registers hold: 64 of them in each of 256 threads
+_RESIDENT = 16384  # values of a slab that registers hold; half of it in backward, which has two tensors and more sums
 _SHARE = 96 * 1024  # bytes of a slab for one program, where several share it
 _SHARERS = 16  # programs that may wait for each other: few enough to run at the same time whatever else runs
 
@@ -94,12 +94,13 @@ def training(
     features, all_samples = power_of_two(c), power_of_two(n)
     line = 32 // itemsize  # values in the shortest stretch that memory hands out
     positions = line if positions_last and p > 1 else 1
-    if not (masked or pooled) and all_samples * features * positions <= _RESIDENT:
+    if not (masked or pooled) and all_samples * features * positions <= _RESIDENT // (2 if backward else 1):
         # Tiny slabs are packed, as long as all processors have some.
         while all_samples * features * positions < 1024 and cdiv(p, 2 * positions) >= 4 * processors:
             positions *= 2
         values = all_samples * features * positions
-        warps = max(1, min(16, values // (1024 if backward else 2048)))
+        each = 1024 if itemsize == 4 or positions_last or backward else 2048  # for a warp; more do not fit registers
+        warps = max(1, min(16, values // each))
         blocks = cdiv(p, positions)
         return Launch(
             all_samples,
@@ -116,7 +117,7 @@ def training(
     if positions_last and p > 1:
         # Runs of positions, so that neighbouring threads read neighbouring values.
         positions = max(line, min(32, power_of_two(p), 4096 // features))
-        warps = max(1, min(8, positions * features // 1024))
+        warps = max(1, min(16, positions * features // 512))
         samples = 1
     else:
         # 1,024 values for each warp, with all features of a sample in one warp as long as they fit: warps that share
@@ -152,7 +153,7 @@ def inference(n: int, p: int, c: int, *, positions_last: bool, masked: bool, pro
     rows = max(1, 1024 * warps // features)
     if positions_last and p > 1:
         samples, positions = 1, max(8, min(32, rows))
-        warps = max(1, min(8, positions * features // 1024))
+        warps = max(1, min(16, positions * features // 1024))
     else:
         samples = min(power_of_two(n), rows)
         positions = rows // samples

@@ -218,6 +218,13 @@ class TestPrecision:
         assert np.abs(numpy(y) - wanted).max() < 2 * np.finfo(np.float16).eps
         np.testing.assert_allclose(numpy(layer.batch_var), x.astype(np.float64).var(0, ddof=1), rtol=1e-5)
 
+    def test_integers_come_out_in_the_policys_type(self, rng):
+        """As of Keras's own norms; in their own type nothing would be left of them."""
+        x = rng.integers(0, 255, (9, 4, 3)).astype(np.uint8)
+        y = BatchLayerNormalization()(x, training=True)
+        assert keras.backend.standardize_dtype(y.dtype) == "float32"
+        np.testing.assert_allclose(numpy(y), oracle.train(x.astype(np.float64)), **CLOSE)
+
     def test_double_layers_keep_double_statistics(self, rng):
         with double():
             layer = BatchLayerNormalization(dtype="float64")
@@ -307,6 +314,28 @@ class TestPositions:
         with pytest.raises(ValueError, match=r"positions \(9,\), but statistics are kept for positions \(8,\)"):
             BatchLayerNormalization(position_shape=8)(normal(rng, 2, 9, 3))
 
+    @pytest.mark.parametrize("training", [True, False])
+    def test_images_of_another_size_are_refused_in_a_graph_for_any_size(self, rng, training):
+        """A size of 1 is not stretched to the one known. TensorFlow's graphs do not know sizes when they are made."""
+        layer = BatchLayerNormalization(position_shape=(4, 5))
+        model = keras.Sequential([keras.Input((None, None, 3)), layer])
+
+        def call(x):
+            return model(x, training=training)
+
+        refused = ValueError
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow
+
+            call = tensorflow.function(call, input_signature=[tensorflow.TensorSpec((None, None, None, 3))])
+            refused = tensorflow.errors.InvalidArgumentError
+        call(normal(rng, 6, 4, 5, 3))
+        before = state(layer)
+        for sizes in ((1, 5), (4, 1), (5, 4)):
+            with pytest.raises(refused):
+                call(normal(rng, 6, *sizes, 3))
+        assert_same_state(layer, before)
+
 
 class TestMasks:
     def test_an_embeddings_mask_arrives_and_goes_on(self, rng):
@@ -347,9 +376,19 @@ class TestMasks:
         np.testing.assert_allclose(numpy(model.layers[1].inverse_m), 1 / (ids != 0).sum(0), rtol=1e-6)
         assert np.isfinite(model.predict(ids[:, :5], verbose=0)).all()
 
-    def test_a_mask_of_another_rank_is_refused(self, rng):
-        with pytest.raises(ValueError, match="one dimension less than the input"):
-            BatchLayerNormalization()(normal(rng, 4, 5, 3), mask=keras.ops.ones((4, 5, 3), "bool"))
+    @pytest.mark.parametrize("per_position", [True, False])
+    @pytest.mark.parametrize("shape", [(4, 5, 3), (4,), (4, 6), (4, 1), (1, 5)])
+    def test_a_mask_of_another_shape_is_refused(self, rng, shape, per_position):
+        """Also one that could be broadcast: ``m`` would be counted wrongly."""
+        layer = BatchLayerNormalization(per_position=per_position)
+        with pytest.raises(ValueError, match=r"expected a mask \(N, \*positions\), \(4, 5\)"):
+            layer(normal(rng, 4, 5, 3), mask=keras.ops.ones(shape, "bool"), training=True)
+
+    def test_a_mask_may_be_a_list(self, rng):
+        x, mask = normal(rng, 2, 3, 4), [[True, True, False], [True, False, False]]
+        y = BatchLayerNormalization()(x, mask=mask, training=True)
+        wanted = oracle.train(x.astype(np.float64), mask=np.array(mask))
+        np.testing.assert_allclose(numpy(y), wanted, **CLOSE)
 
 
 class TestTraining:

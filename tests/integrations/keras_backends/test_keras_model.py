@@ -86,6 +86,11 @@ class TestLayers:
         with pytest.raises(ValueError, match="not built"):
             bln.keras.reset_statistics(keras.Sequential([BatchLayerNormalization()]))
 
+    @pytest.mark.parametrize("of_torch", [bln.reset_statistics, bln.freeze, lambda m: bln.calibrate(m, [])])
+    def test_functions_of_torch_say_where_those_of_keras_are(self, of_torch):
+        with pytest.raises(TypeError, match=r"what can be done with it is in bln\.keras"):
+            of_torch(keras.Sequential([keras.Input((3,)), BatchLayerNormalization()]))
+
 
 class TestCalibrate:
     @pytest.mark.parametrize("per_position", [True, False])

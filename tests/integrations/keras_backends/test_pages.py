@@ -4,6 +4,8 @@ import doctest
 import re
 import warnings
 
+import pytest
+
 import bln.keras
 from pages import ROOT, check_lazy, check_missing, run_example
 
@@ -23,8 +25,9 @@ def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
             exec(compile(block, f"frameworks.md, block {number}", "exec"), namespace)
 
 
-def test_docstrings():
-    failed, attempted = doctest.testmod(bln.keras)
+@pytest.mark.parametrize("module", [bln.keras.layer, bln.keras.model])
+def test_docstrings(module):
+    failed, attempted = doctest.testmod(module)
     assert attempted > 0
     assert failed == 0
 

@@ -24,23 +24,29 @@ def cluster():
     ray.shutdown()
 
 
-def test_a_killed_worker_loses_nothing(tmp_path, cluster):
-    expected = tmp_path / "expected"
-    assert set(reproduce(RUNS, expected, Path(), device=CPU).values()) == {"finished"}
+def kill_a_worker(out: Path, killed: list[int]) -> threading.Thread:
+    """End the process of the first run, in the middle of its training."""
 
-    out, killed = tmp_path / "ray", []
-
-    def kill_one() -> None:
+    def kill() -> None:
         folder = RunFolder(out, RUNS[0])
-        while not 2 <= len(folder.metrics()) < 7:  # in the middle of training
+        while not 2 <= len(folder.metrics()) < 7:
             time.sleep(0.02)
         for process in Path("/proc").iterdir():
             if process.name.isdigit() and _holds(process, folder.path / "lock"):
                 os.kill(int(process.name), signal.SIGKILL)
                 killed.append(int(process.name))
 
-    thread = threading.Thread(target=kill_one, daemon=True)
+    thread = threading.Thread(target=kill, daemon=True)
     thread.start()
+    return thread
+
+
+def test_a_killed_worker_loses_nothing(tmp_path, cluster):
+    expected = tmp_path / "expected"
+    assert set(reproduce(RUNS, expected, Path(), device=CPU).values()) == {"finished"}
+
+    out, killed = tmp_path / "ray", []
+    thread = kill_a_worker(out, killed)
     ended = reproduce(RUNS, out, Path(), device=CPU, workers=2, backend="ray")
     thread.join(10)
     assert len(killed) == 1
@@ -50,6 +56,17 @@ def test_a_killed_worker_loses_nothing(tmp_path, cluster):
             assert (RunFolder(out, each).path / name).read_bytes() == (
                 RunFolder(expected, each).path / name
             ).read_bytes()
+
+
+def test_a_run_that_lost_its_last_worker_does_not_keep_the_others(tmp_path, cluster, monkeypatch):
+    monkeypatch.setattr("bln.experiments.reproduce._LOST", 0)
+    killed: list[int] = []
+    thread = kill_a_worker(tmp_path, killed)
+    ended = reproduce(RUNS, tmp_path, Path(), device=CPU, workers=2, backend="ray")
+    thread.join(10)
+    assert len(killed) == 1
+    assert ended[RUNS[0]].startswith("error: it lost its worker 1 times")
+    assert ended[RUNS[1]] == "finished"
 
 
 def _holds(process: Path, lock: Path) -> bool:

@@ -324,7 +324,9 @@ def batch_sizes(name: str, caption: str, summary: Summary, settings: Sequence[Se
             }
             known = {size: estimate for size, estimate in sorted(points.items()) if estimate.n}
             shift = 1.03 ** (at - (len(norms) - 1) / 2)  # error bars beside each other
-            error = [_error(estimate) or [[0], [0]] for estimate in known.values()]
+            error = [
+                _error(estimate) or [[math.nan], [math.nan]] for estimate in known.values()
+            ]  # no cap without a bar
             axes.errorbar(
                 [size * shift for size in known], [estimate.mean for estimate in known.values()],
                 np.hstack(error) if error else None, color=style.colour, marker=style.marker,

@@ -1,50 +1,21 @@
-"""Batch Layer Normalization for Keras 3, on the TensorFlow, JAX and torch backends, and helpers for whole models."""
+"""The layer, for Keras 3 on the TensorFlow, JAX and torch backends."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-try:
-    import keras
-    from keras import ops
-except ImportError as error:
-    raise ImportError(
-        'bln.keras takes Keras 3, which is not installed: pip install "batch-layer-norm[keras]"'
-    ) from error
-
+import keras
 import numpy as np
 import torch
+from keras import ops
 
-from . import _arrays, formula
-from ._arrays import Population
-from ._search.result import Row, SearchResult, ranked
-from ._search.scores import Tally
-from ._search.search import DEPENDS_ON_BATCH
-from ._transfer import State, as_numpy, as_tensor, options
-from .config import StatisticsConfig
-from .formula import Statistics
-from .model import configure_layers
-from .population import window
-from .progress import track
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
-    Metric = str | Callable[[Any, Any], Any]
-
-__all__ = [
-    "BatchLayerNormalization",
-    "ResetStatistics",
-    "calibrate",
-    "configure",
-    "layers",
-    "reset_statistics",
-    "search",
-]
+from .. import _arrays, formula
+from .._arrays import Population
+from .._transfer import State, as_numpy, as_tensor, options
+from ..config import StatisticsConfig
+from ..formula import Statistics
+from ..population import window
 
 
 @keras.saving.register_keras_serializable(package="bln")
@@ -151,7 +122,7 @@ class BatchLayerNormalization(keras.layers.Layer):
     @property
     def config(self) -> StatisticsConfig:
         """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
-        return self._config if self._switches is None else _arrays.config_of(_numpy(self._switches))
+        return self._config if self._switches is None else _arrays.config_of(to_numpy(self._switches))
 
     @config.setter
     def config(self, value: StatisticsConfig | str) -> None:
@@ -242,13 +213,12 @@ class BatchLayerNormalization(keras.layers.Layer):
         self._reached = True
         dtype = _wide(inputs.dtype, self.batch_mean.dtype)
         rows = ops.moveaxis(ops.cast(inputs, dtype), self.axis, -1)
+        if self.per_position and len(self._positions) > 1 and None in rows.shape:
+            import tensorflow  # whose graphs alone have open sizes: a size of 1 would be stretched
+
+            rows = tensorflow.ensure_shape(rows, (None, *self._positions, rows.shape[-1]))
         if mask is not None:
-            if len(mask.shape) != len(inputs.shape) - 1:
-                raise ValueError(
-                    f"expected a mask (N, *positions), one dimension less than the input {tuple(inputs.shape)}; got "
-                    f"shape {tuple(mask.shape)}"
-                )
-            mask = ops.cast(mask, "bool")
+            mask = _boolean(mask, tuple(rows.shape[:-1]), tuple(inputs.shape))
             rows = ops.where(mask[..., None], rows, 0.0)  # whatever hides there, NaN included, is gone
 
         length = self._length(rows)
@@ -276,7 +246,9 @@ class BatchLayerNormalization(keras.layers.Layer):
             part = _arrays.updated(ops, population, batch, mask, momentum)
             for name, value in _arrays.put_back(ops, whole, part, length)._asdict().items():
                 getattr(self, name).assign(ops.stop_gradient(value))
-        return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype)
+        # Keras has cast floats to the policy's type; integers, such as those of images, become it here.
+        kept = keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype))
+        return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype if kept else self.compute_dtype)
 
     def _length(self, rows: Any) -> Any:
         """How many of the known positions a shorter sequence uses; ``None`` for all."""
@@ -299,7 +271,7 @@ class BatchLayerNormalization(keras.layers.Layer):
         self._restore({name: np.full(v.shape, initial[name]) for name, v in self._remembered().items()})
 
     def _snapshot(self) -> dict[str, Any]:
-        return {name: _numpy(variable).copy() for name, variable in self._remembered().items()}
+        return {name: to_numpy(variable).copy() for name, variable in self._remembered().items()}
 
     def _restore(self, snapshot: Mapping[str, Any]) -> None:
         for name, variable in self._remembered().items():
@@ -323,230 +295,27 @@ def _wide(*dtypes: Any) -> str:
     return "float64" if "float64" in map(keras.backend.standardize_dtype, dtypes) else "float32"
 
 
+def _boolean(mask: Any, expected: tuple[int | None, ...], shape: tuple[int | None, ...]) -> Any:
+    """The mask as a tensor; sizes that do not fit are refused, where a broadcast would count wrongly."""
+    mask = mask if hasattr(mask, "shape") else np.asarray(mask)
+    given = tuple(mask.shape)
+    fits = len(given) == len(expected) and all(a == b or None in (a, b) for a, b in zip(given, expected, strict=True))
+    if not fits:
+        raise ValueError(
+            f"expected a mask (N, *positions), {expected} for an input of shape {shape}; got shape {given}"
+        )
+    return ops.cast(mask, "bool")
+
+
 def _as(value: Any, dtype: str, name: str) -> Any:
     return ops.convert_to_tensor(value) if name in Population.counters() else ops.cast(value, dtype)
 
 
-def _numpy(value: Any) -> Any:
+def to_numpy(value: Any) -> Any:
     """Whatever tensor a data loader or a backend has."""
     if isinstance(value, keras.Variable):
         return np.asarray(ops.convert_to_numpy(value))
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-
-
-class ResetStatistics(keras.callbacks.Callback):
-    """Population statistics of the epoch alone: forget them at its begin, in layers with ``momentum=None``.
-
-    Examples:
-        >>> import keras, numpy, bln.keras
-        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization(momentum=None)])
-        >>> model.compile(loss="mse")
-        >>> x = numpy.random.normal(size=(12, 3))
-        >>> history = model.fit(x, x, batch_size=4, epochs=2, verbose=0, callbacks=[bln.keras.ResetStatistics()])
-        >>> int(model.layers[0].updates[0])
-        3
-    """
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forget."""
-        for layer in layers(self.model).values():
-            if layer.momentum is None:
-                layer.reset_statistics()
-
-
-# ---- whole models
-
-
-def layers(model: Any) -> dict[str, BatchLayerNormalization]:
-    """The model's BLN layers by name, in the order of ``model.layers``; one that is used twice appears once.
-
-    A layer inside another that has a name taken before is called by its path, as in ``"block_2/norm"``.
-    """
-    found: dict[str, BatchLayerNormalization] = {}
-    for path, layer in _walk(model, ()):
-        if isinstance(layer, BatchLayerNormalization) and not any(layer is other for other in found.values()):
-            name = next((n for at in range(len(path)) if (n := "/".join(path[-at - 1 :])) not in found), None)
-            found[name or f"{'/'.join(path)}:{len(found)}"] = layer
-    return found
-
-
-def _walk(layer: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    path = (*path, layer.name)
-    yield path, layer
-    for child in layer._flatten_layers(include_self=False, recursive=False):
-        yield from _walk(child, path)
-
-
-def _required_layers(model: Any) -> dict[str, BatchLayerNormalization]:
-    if not (found := layers(model)):
-        raise ValueError(f"{type(model).__name__} {model.name!r} has no BatchLayerNormalization; add one")
-    if unbuilt := [name for name, layer in found.items() if not layer.built]:
-        raise ValueError(
-            f"the layers {unbuilt} are not built: they do not know their input shape. Call the model on a batch, or "
-            "model.build(input_shape), before"
-        )
-    return found
-
-
-def configure(model: Any, config: Configuration) -> None:
-    """Choose the statistics of inference: one configuration for all BLN layers, or one for each name.
-
-    Compiled functions follow, so neither ``compile`` nor a new ``predict`` function is needed.
-
-    Args:
-        model: A Keras model with BLN layers.
-        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``layers`` gives them, to such; layers
-            that it does not name stay as they are.
-    """
-    configure_layers(_required_layers(model), config)
-
-
-def reset_statistics(model: Any) -> None:
-    """Forget the population statistics of all BLN layers."""
-    for layer in _required_layers(model).values():
-        layer.reset_statistics()
-
-
-def calibrate(model: Any, batches: Iterable[Any], *, progress: bool = True) -> None:
-    """Recompute the population statistics under frozen weights (Algorithm 2), as plain averages over ``batches``.
-
-    Only the BLN layers run as in training, also those with ``trainable = False``: dropout stays off, other norms use
-    what they remember. The remembered ``1/m`` stays that of training, where there was any. If anything goes wrong, the
-    statistics are as they were.
-
-    Args:
-        model: A Keras model with BLN layers.
-        batches: Any iterable of training batches, composed as in training: inputs, or a tuple whose first is the
-            inputs; a ``tf.data.Dataset``, a ``DataLoader``, a ``keras.utils.PyDataset``.
-        progress: Show a progress bar, if rich is installed and a terminal there to see it.
-    """
-    found = _required_layers(model)
-    before = {name: layer._snapshot() for name, layer in found.items()}
-    momenta = {name: layer.momentum for name, layer in found.items()}
-    compiled = model.predict_function
-    try:
-        model.predict_function = None  # traced anew: it has to see that these layers calibrate
-        for layer in found.values():
-            layer._calibrating, layer._reached, layer.momentum = True, False, None
-            layer.reset_statistics()
-        count = 0
-        with closing(_tracked(batches, "calibrate", progress)) as tracked:
-            for batch in tracked:
-                model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
-                count += 1
-        if count == 0:
-            raise ValueError("calibrate got no batches; was the iterable used up before?")
-        for name, layer in found.items():
-            if not layer._reached:
-                layer._restore(before[name])
-                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
-            elif not _numpy(layer.updates).any():
-                raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
-            else:
-                layer._complete(before[name])
-    except BaseException:
-        for name, layer in found.items():
-            layer._restore(before[name])
-        raise
-    finally:
-        model.predict_function = compiled
-        for name, layer in found.items():
-            layer._calibrating, layer.momentum = False, momenta[name]
-
-
-def _tracked(batches: Iterable[Any], what: str, progress: bool) -> Generator[Any]:
-    """Batches as NumPy arrays, with a progress bar."""
-    if isinstance(batches, keras.utils.PyDataset):
-        batches = [batches[index] for index in range(batches.num_batches)]
-    for batch in track(batches, what) if progress else batches:
-        yield keras.tree.map_structure(_numpy, tuple(batch) if isinstance(batch, list) else batch)
-
-
-# ---- search
-
-
-def search(
-    model: Any,
-    batches: Iterable[Any],
-    *,
-    loss: Any,
-    metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
-    progress: bool = True,
-) -> SearchResult:
-    """Find the configuration of statistics that suits a trained model: all 16 on held-out batches.
-
-    Search on **validation** data. Each batch is loaded once and predicted 16 times by one compiled function. The model
-    is left as it was found; ``SearchResult.apply`` gives it the winner.
-
-    Args:
-        model: A trained Keras model with BLN layers; it need not be compiled.
-        batches: Any iterable of ``(inputs, targets)``, in batches composed as requests will be.
-        loss: As for ``compile``: a name, a ``keras.losses.Loss``, or a function ``loss(targets, outputs)``.
-        metrics: ``"accuracy"``, other names Keras knows, ``keras.metrics.Metric``, or functions ``metric(targets,
-            outputs)``; several in a list, or by name. Higher is better, and the first breaks ties. Values are those of
-            a batch, averaged by samples.
-        progress: Show a progress bar, if rich is installed and a terminal there to see it.
-
-    Returns:
-        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
-    """
-    found = _required_layers(model)
-    functions = {"loss": keras.losses.get(loss), **_named(metrics)}
-    configs = list(StatisticsConfig.all())
-    before = {name: layer.config for name, layer in found.items()}
-    tally = Tally([name for name in functions if name != "loss"], len(configs))
-    try:
-        with closing(_tracked(batches, "search", progress)) as tracked:
-            for batch in tracked:
-                if not isinstance(batch, tuple) or len(batch) != 2:
-                    what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
-                    raise ValueError(f"expected batches of (inputs, targets), got {what}")
-                inputs, targets = batch
-                values = []
-                for config in configs:
-                    configure(model, config)
-                    outputs = model.predict_on_batch(inputs)
-                    values.append([_score(function, targets, outputs) for function in functions.values()])
-                tally.add(torch.tensor(values, dtype=torch.float64), len(keras.tree.flatten(targets)[0]))
-    finally:
-        configure(model, before)
-    if not tally.batches:
-        raise ValueError("search got no batches; was the iterable used up before?")
-    rows = ranked([Row(config, score) for config, score in zip(configs, tally.scores(), strict=True)], robust=False)
-    notes = [
-        DEPENDS_ON_BATCH,
-        "Population statistics averaged while the weights still moved can ruin rows with T; bln.keras.calibrate(model, "
-        "train_batches) recomputes them under frozen weights.",
-    ]
-    if untrained := [name for name, layer in found.items() if not _numpy(layer.updates).any()]:
-        notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
-    return SearchResult(rows, "separate", tuple(notes), tally.samples, tally.batches)
-
-
-def _named(metrics: Any) -> dict[str, Any]:
-    if isinstance(metrics, Mapping):
-        named = dict(metrics)
-    else:
-        given = metrics if isinstance(metrics, list | tuple) else [] if metrics is None else [metrics]
-        named = {m if isinstance(m, str) else getattr(m, "name", None) or m.__name__: m for m in given}
-    return {name: _accuracy if m in ("accuracy", "acc") else keras.metrics.get(m) for name, m in named.items()}
-
-
-def _accuracy(targets: Any, outputs: Any) -> Any:
-    """The accuracy ``compile(metrics=["accuracy"])`` would choose for these shapes."""
-    if outputs.shape[-1] == 1:
-        return keras.metrics.binary_accuracy(targets.reshape(outputs.shape), outputs)
-    if targets.shape == outputs.shape:
-        return keras.metrics.categorical_accuracy(targets, outputs)
-    return keras.metrics.sparse_categorical_accuracy(targets, outputs)
-
-
-def _score(function: Any, targets: Any, outputs: Any) -> float:
-    if isinstance(function, keras.metrics.Metric):
-        function.reset_state()
-        function.update_state(targets, outputs)
-        return float(function.result())
-    return float(np.mean(_numpy(ops.convert_to_numpy(function(targets, outputs)))))
 
 
 # ---- moving to and from other frameworks
@@ -559,7 +328,7 @@ def read(layer: BatchLayerNormalization) -> State:
 
     def tensor(variable: Any) -> torch.Tensor | None:
         return (
-            None if variable is None else as_tensor(_numpy(variable), keras.backend.standardize_dtype(variable.dtype))
+            None if variable is None else as_tensor(to_numpy(variable), keras.backend.standardize_dtype(variable.dtype))
         )
 
     return State(

@@ -1,0 +1,382 @@
+"""What has been measured, put into pages when the site is built, so that a figure in the text cannot go stale.
+
+A line ``<!-- measured: NAME -->`` in a page becomes what the function of that name makes of the results:
+``results/summary.json`` with its figures, and ``img/search.json``. Either may come to hold more than it does today.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, Measure, difference, ended
+from bln.experiments.report.figures import data
+from bln.experiments.report.overview import TITLES, chosen
+from bln.experiments.report.statistics import Estimate, mean_interval, number
+from bln.experiments.report.style import look
+from bln.experiments.report.summary import CONFIGURATIONS, NORMS, Run, Score, Setting, Summary, authors, read
+
+PLACE = re.compile(r"^<!-- measured: (\w+) -->$", re.MULTILINE)
+PAIRS = ("TT", "FT", "FF", "TF")
+
+
+def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
+    """Fill the places of a page."""
+    return fill(markdown, Path(config.docs_dir))
+
+
+def fill(markdown: str, docs: Path) -> str:
+    """The page with what is measured in it."""
+    makers: dict[str, Callable[[Path], Iterable[str]]] = {
+        "gallery": lambda docs: gallery(_summary(docs), docs / "results" / "figures"),
+        "configurations": lambda docs: configurations(_summary(docs)),
+        "variants": lambda docs: variants(_summary(docs), docs / "results" / "figures"),
+        "arrivals": lambda docs: arrivals(_search(docs)),
+        "calibration": lambda docs: calibration(_search(docs)),
+    }
+    return PLACE.sub(lambda place: "\n\n".join(makers[place[1]](docs)), markdown)
+
+
+def _summary(docs: Path) -> Summary:
+    return read(json.loads((docs / "results" / "summary.json").read_text("utf-8")))
+
+
+def _search(docs: Path) -> dict[str, Mapping[str, Any]]:
+    rows = json.loads((docs / "img" / "search.json").read_text("utf-8"))["rows"]
+    return {row["config"]: row for row in rows}
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _words(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _where(setting: Setting, task: bool = True) -> str:
+    parts = [TITLES[setting.task]] if task else []
+    parts += [data(setting.fraction), f"batch {setting.batch_size}"]
+    return ", ".join(parts) + ("" if setting.protocol == "paper" else f", protocol {setting.protocol}")
+
+
+# ---- the gallery
+
+
+class Picture(NamedTuple):
+    """A figure of the report: the name of its file, a title, what one sees, and the command that makes it."""
+
+    name: str
+    title: str
+    seen: str
+    command: str
+
+
+def gallery(summary: Summary, figures: Path) -> Iterator[str]:
+    """Every figure of the report that is there."""
+    known = {picture.name: picture for picture in pictures(summary)}
+    present = {path.stem for path in figures.glob("*.png")}
+    for name in [*(name for name in known if name in present), *sorted(present - known.keys())]:
+        _, title, seen, command = known.get(name, Picture(name, name, "", "bln report docs/results"))
+        yield f"## {title}"
+        yield f"![{title}](results/figures/{name}.png)"
+        yield f"{seen} Made by [`{command}`](reproduction.md).".strip()
+
+
+def pictures(summary: Summary) -> Iterator[Picture]:
+    """What the report draws of these runs."""
+    yield Picture(
+        "figure-2",
+        "The mixing weights",
+        "The smaller the mini-batch, the more the output leans on features: a single sample leans on them alone, and "
+        "two samples on both alike. At 25 samples the batch has 0.96 of the weight.",
+        "bln report docs/results",
+    )
+    for task, number_of in (("cnn", 4), ("rnn", 6)):
+        for protocol in summary.protocols(task):
+            settings = summary.settings(task, protocol)
+            for setting in settings:
+                name = f"figure-{number_of}-{task}-{protocol}-{_share(setting)}pct-batch-{setting.batch_size}"
+                yield Picture(name, _where(setting), _curves(summary, [setting]), _command(summary, [setting]))
+            command, title = _command(summary, settings), f"{TITLES[task]}, protocol {protocol}"
+            yield Picture(
+                f"differences-{task}-{protocol}",
+                f"{title}: BLN minus its rivals",
+                _differences(summary, settings),
+                command,
+            )
+            yield Picture(
+                f"configurations-{task}-{protocol}",
+                f"{title}: the 16 configurations",
+                _leaders(summary, settings),
+                command,
+            )
+    for task in ("resnet", "digits-cnn", "digits-rnn"):
+        for protocol in summary.protocols(task):
+            for share in sorted({_share(setting) for setting in summary.settings(task, protocol)}):
+                settings = [setting for setting in summary.settings(task, protocol) if _share(setting) == share]
+                title = f"{TITLES[task]}, {data(settings[0].fraction)}, protocol {protocol}"
+                seen = _sizes(summary, settings) if task == "resnet" else _curves(summary, settings)
+                yield Picture(f"{task}-{protocol}-{share}pct", title, seen, _command(summary, settings))
+
+
+def _share(setting: Setting) -> str:
+    return f"{100 * setting.fraction:g}".replace(".", "_")
+
+
+def _command(summary: Summary, settings: Sequence[Setting]) -> str:
+    task, protocol = settings[0].task, settings[0].protocol
+    if task.startswith("digits"):
+        return "bln demo"
+    sizes = " ".join(map(str, sorted({setting.batch_size for setting in settings})))
+    fractions = " ".join(f"{fraction:g}" for fraction in sorted({setting.fraction for setting in settings}))
+    seeds = 1 + max(run.seed for run in summary.runs if run.setting in settings)
+    return f"bln reproduce {task} --batch-size {sizes} --fraction {fractions} --seeds {seeds}" + (
+        "" if protocol == "paper" else f" --protocol {protocol}"
+    )
+
+
+def _estimates(summary: Summary, setting: Setting, measure: Measure) -> dict[str, Estimate]:
+    """The mean of each norm that has one, the highest first."""
+    found = {
+        norm: mean_interval([measure.of(run) for run in summary.select(setting, norm)])
+        for norm in summary.norms(setting)
+    }
+    return dict(sorted(((n, e) for n, e in found.items() if e.n), key=lambda item: -item[1].mean))
+
+
+def _ranking(estimates: Mapping[str, Estimate]) -> str:
+    return _words([f"{look(norm).name} {number(estimate.mean)}" for norm, estimate in estimates.items()])
+
+
+def _curves(summary: Summary, settings: Sequence[Setting]) -> str:
+    ends = (
+        ("Training ends at an accuracy of", TRAIN_ACCURACY),
+        ("The hollow markers are the test set, with the weights of the epoch that validated best:", TEST_ACCURACY),
+    )
+    sentences = []
+    for what, measure in ends:
+        found = {setting.batch_size: _estimates(summary, setting, measure) for setting in settings}
+        parts = [_ranking(each) + f" at batch {size}" * (len(settings) > 1) for size, each in found.items() if each]
+        sentences.append(f"{what} {'; '.join(parts)}." if parts else "No run has finished yet.")
+    return " ".join(dict.fromkeys(sentences))
+
+
+def _differences(summary: Summary, settings: Sequence[Setting]) -> str:
+    rivals = [(setting, rival) for setting in settings for rival in ("bn", "ln")]
+    found = [difference(summary, setting, "bln", rival, TEST_ACCURACY).bootstrap for setting, rival in rivals]
+    found = [estimate for estimate in found if estimate.n]
+    ahead, clear = sum(estimate.mean > 0 for estimate in found), sum(estimate.low > 0 for estimate in found)
+    return (
+        "A point on the side of *BLN better* is a rival that BLN beats with the same seeds; hollow ones have one seed. "
+        f"In test accuracy BLN is ahead in {ahead} of {len(found)} comparisons, in {clear} with its whole interval."
+    )
+
+
+def _leaders(summary: Summary, settings: Sequence[Setting]) -> str:
+    parts = []
+    for setting in settings:
+        ours, theirs = _searched(summary, setting), _searched(authors(), setting._replace(protocol="paper"))
+        if ours and theirs:
+            parts.append(f"with `{_leading(ours)}` for {_where(setting, task=False)} (authors: `{_leading(theirs)}`)")
+    where = _words(parts) if parts else "nowhere yet"
+    return (
+        "Each point is a configuration, our test loss over the authors'; colours are the batch statistics it uses, "
+        f"markers the feature statistics. Our loss is lowest {where}."
+    )
+
+
+def _sizes(summary: Summary, settings: Sequence[Setting]) -> str:
+    best = []
+    for setting in settings:
+        found = _estimates(summary, setting, TEST_ACCURACY)
+        if found:
+            norm = next(iter(found))
+            best.append(f"{look(norm).name} at batch {setting.batch_size} ({number(found[norm].mean)})")
+    best = best or ["not known yet"]
+    return f"Each line says how the test accuracy of a norm depends on the batch size. The best are {_words(best)}."
+
+
+# ---- which configuration
+
+
+def _searched(summary: Summary, setting: Setting) -> list[Run]:
+    """The finished BLN runs whose 16 configurations were compared, on one part of the data at least."""
+    runs = [run for run in ended(summary, setting, "bln") if run.status == "finished"]
+    return [run for run in runs if _scores(run)]
+
+
+def _scores(run: Run) -> dict[str, Score]:
+    """The 16 on the test set, where the protocol looks at it, and else on validation data."""
+    return run.test_configurations or run.validation_configurations
+
+
+def _mean(runs: Sequence[Run], config: str, what: str = "accuracy") -> float:
+    return sum(getattr(_scores(run)[config], what) for run in runs) / len(runs)
+
+
+def _leading(runs: Sequence[Run]) -> str:
+    losses = {config: _mean(runs, config, "loss") for config in CONFIGURATIONS}
+    return min((config for config in losses if not math.isnan(losses[config])), key=losses.__getitem__, default="none")
+
+
+def configurations(summary: Summary) -> Iterator[str]:
+    """The configurations on batches composed as in training, setting by setting."""
+    found = {
+        setting: runs
+        for task in ("cnn", "rnn", "resnet")
+        for setting in summary.settings(task)
+        if (runs := _searched(summary, setting))
+    }
+    rows = [
+        [
+            setting.task.replace("cnn", "CNN").replace("rnn", "RNN"), f"{100 * setting.fraction:g} %",
+            str(setting.batch_size), setting.protocol, str(len(runs)),
+            ", ".join(f"`{part[:4]}`{part[4:]}" for part in chosen(runs).split(", ")),
+            *(number(_mean(runs, f"{pair}FF")) for pair in PAIRS),
+            number(_spread(runs, slice(2, 4))), number(_spread(runs, slice(2))),
+        ]
+        for setting, runs in found.items()
+    ]  # fmt: skip
+    head = ["net", "data", "batch", "protocol", "seeds", "chosen", *(f"`{pair}FF`" for pair in PAIRS)]
+    yield _table([*head, "first two", "last two"], rows)
+    yield (
+        "How often a configuration was chosen on validation data; accuracies on the test set (under the protocol "
+        "`clean` on validation data), means over seeds; how far they move when the first two letters change, or "
+        "the last two. Population statistics are averages over an epoch, not calibrated."
+    )
+    gains = sorted(
+        (_scores(run)[str(run.chosen)].accuracy - _scores(run)["TTFF"].accuracy, _where(setting))
+        for setting, runs in found.items()
+        for run in runs
+    )
+    if gains:
+        (least, _), (most, where) = gains[0], gains[-1]
+        yield (
+            f"The configuration chosen on validation is more accurate than `TTFF` in {sum(g > 0 for g, _ in gains)} of "
+            f"{len(gains)} runs. What it gains lies between {number(least, signed=True)} and "
+            f"{number(most, signed=True)} ({where})."
+        )
+
+
+def _spread(runs: Sequence[Run], kept: slice) -> float:
+    """How far apart mean accuracies are where these letters stay and the others change, at most."""
+    groups: dict[str, list[float]] = {}
+    for config in CONFIGURATIONS:
+        if not math.isnan(accuracy := _mean(runs, config)):
+            groups.setdefault(config[kept], []).append(accuracy)
+    return max((max(group) - min(group) for group in groups.values()), default=math.nan)
+
+
+# ---- how requests arrive
+
+
+ARRIVALS = {
+    "": "in batches as in training",
+    "shuffled_": "reshuffled",
+    "sorted_": "sorted by label",
+    "single_": "one at a time",
+}
+
+
+def arrivals(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The accuracy of the same samples when they come otherwise."""
+    yield _table(
+        ["configuration", *ARRIVALS.values()],
+        [[f"`{pair}FF`", *(number(rows[f"{pair}FF"][f"{how}accuracy"]) for how in ARRIVALS)] for pair in PAIRS],
+    )
+    moved = {
+        pair: max(
+            abs(rows[f"{pair}{last}"][f"{how}accuracy"] - rows[f"{pair}{last}"]["accuracy"])
+            for last in ("FF", "FT", "TF", "TT")
+            for how in ARRIVALS
+        )
+        for pair in PAIRS
+    }
+    yield (
+        "Over all 16 configurations, the accuracy moves by at most "
+        + _words([f"{number(distance)} under `{pair}xx`" for pair, distance in moved.items()])
+        + "."
+    )
+
+
+def calibration(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """What recomputing the population statistics changes."""
+    shown = {f"{pair}FF": rows[f"{pair}FF"] for pair in PAIRS}
+    yield _table(
+        ["configuration", "loss as trained", "loss after `bln.calibrate`", "change"],
+        [
+            [f"`{name}`", number(row["uncalibrated_loss"]), number(row["loss"]), _change(row)]
+            for name, row in shown.items()
+        ],
+    )
+
+
+def _change(row: Mapping[str, Any]) -> str:
+    return number(row["loss"] - row["uncalibrated_loss"], signed=True)
+
+
+# ---- which variant
+
+
+def variants(summary: Summary, figures: Path) -> Iterator[str]:
+    """The residual net: accuracy by norm and batch size."""
+    if not summary.settings("resnet"):
+        yield "The comparison over batch sizes has not been run here yet: `bln reproduce resnet` makes it."
+    for protocol in summary.protocols("resnet"):
+        for fraction in sorted({setting.fraction for setting in summary.settings("resnet", protocol)}):
+            settings = [setting for setting in summary.settings("resnet", protocol) if setting.fraction == fraction]
+            yield from _variant_table(summary, settings)
+            name = f"resnet-{protocol}-{_share(settings[0])}pct"
+            if (figures / f"{name}.png").exists():
+                yield f"![Test accuracy against batch size](results/figures/{name}.png)"
+
+
+def _variant_table(summary: Summary, settings: Sequence[Setting]) -> Iterator[str]:
+    found = {setting: _estimates(summary, setting, TEST_ACCURACY) for setting in settings}
+    present = {norm for setting in settings for norm in summary.norms(setting)}
+    norms = sorted(present, key=lambda norm: NORMS.index(norm) if norm in NORMS else len(NORMS))
+
+    def cell(setting: Setting, norm: str) -> str:
+        estimates = found[setting]
+        if norm not in estimates:
+            return "diverged" if any(run.status == "diverged" for run in summary.select(setting, norm)) else ""
+        text = estimates[norm].plus_minus()
+        return f"**{text}**" if norm == next(iter(estimates)) else text
+
+    yield _table(
+        ["test accuracy", *(f"batch {setting.batch_size}" for setting in settings)],
+        [[f"{look(norm).name} (`{norm}`)", *(cell(setting, norm) for setting in settings)] for norm in norms],
+    )
+    seeds = (
+        max(estimate.n for estimates in found.values() for estimate in estimates.values()) if any(found.values()) else 0
+    )
+    yield (
+        f"{TITLES['resnet']}, {data(settings[0].fraction)}, protocol {settings[0].protocol}, up to {seeds} "
+        f"seed{'s' if seeds != 1 else ''}; ± is the 95 % interval over seeds, bold the highest mean."
+    )
+    ours = [own[0] for each in found.values() if (own := _own(each))]
+    if ours:
+        votes = [f"`{norm}` at {count} of {len(ours)} batch sizes" for norm, count in Counter(ours).most_common()]
+        yield f"Of the variants of BLN the best is {_words(votes)}."
+    told = [words for setting, each in found.items() if (words := _rivalry(setting.batch_size, each))]
+    if told:
+        yield f"The best of them against the best other norm: {'; '.join(told)}."
+
+
+def _own(estimates: Mapping[str, Estimate]) -> list[str]:
+    return [norm for norm in estimates if norm.startswith("bln")]
+
+
+def _rivalry(batch_size: int, estimates: Mapping[str, Estimate]) -> str:
+    own, others = _own(estimates), [norm for norm in estimates if not norm.startswith("bln")]
+    if not (own and others):
+        return ""
+    gap = number(estimates[own[0]].mean - estimates[others[0]].mean, signed=True)
+    return f"{gap} at batch {batch_size} ({look(own[0]).name} and {look(others[0]).name})"

@@ -1,0 +1,23 @@
+"""Batch Layer Normalization for Keras 3, on the TensorFlow, JAX and torch backends, and helpers for whole models."""
+
+try:
+    import keras as _keras  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        'bln.keras takes Keras 3, which is not installed: pip install "batch-layer-norm[keras]"'
+    ) from error
+
+from .layer import BatchLayerNormalization
+from .layer import read as read
+from .layer import write as write
+from .model import ResetStatistics, calibrate, configure, layers, reset_statistics, search
+
+__all__ = [
+    "BatchLayerNormalization",
+    "ResetStatistics",
+    "calibrate",
+    "configure",
+    "layers",
+    "reset_statistics",
+    "search",
+]

@@ -1,0 +1,239 @@
+"""What is done with a whole Keras model: find its BLN layers, configure, reset, calibrate and search them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import torch
+from keras import ops
+
+from .._search.result import Row, SearchResult, ranked
+from .._search.scores import Tally
+from .._search.search import DEPENDS_ON_BATCH
+from ..config import StatisticsConfig
+from ..model import configure_layers
+from ..progress import track
+from .layer import BatchLayerNormalization, to_numpy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
+    Metric = str | Callable[[Any, Any], Any]
+
+
+def layers(model: Any) -> dict[str, BatchLayerNormalization]:
+    """The model's BLN layers by name, in the order of ``model.layers``; one that is used twice appears once.
+
+    A layer inside another that has a name taken before is called by its path, as in ``"block_2/norm"``.
+    """
+    found: dict[str, BatchLayerNormalization] = {}
+    for path, layer in _walk(model, ()):
+        if isinstance(layer, BatchLayerNormalization) and not any(layer is other for other in found.values()):
+            name = next((n for at in range(len(path)) if (n := "/".join(path[-at - 1 :])) not in found), None)
+            found[name or f"{'/'.join(path)}:{len(found)}"] = layer
+    return found
+
+
+def _walk(layer: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    path = (*path, layer.name)
+    yield path, layer
+    for child in layer._flatten_layers(include_self=False, recursive=False):
+        yield from _walk(child, path)
+
+
+def _required_layers(model: Any) -> dict[str, BatchLayerNormalization]:
+    if not (found := layers(model)):
+        raise ValueError(f"{type(model).__name__} {model.name!r} has no BatchLayerNormalization; add one")
+    if unbuilt := [name for name, layer in found.items() if not layer.built]:
+        raise ValueError(
+            f"the layers {unbuilt} are not built: they do not know their input shape. Call the model on a batch, or "
+            "model.build(input_shape), before"
+        )
+    return found
+
+
+def configure(model: Any, config: Configuration) -> None:
+    """Choose the statistics of inference: one configuration for all BLN layers, or one for each name.
+
+    Compiled functions follow, so neither ``compile`` nor a new ``predict`` function is needed.
+
+    Args:
+        model: A Keras model with BLN layers.
+        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``layers`` gives them, to such; layers
+            that it does not name stay as they are.
+    """
+    configure_layers(_required_layers(model), config)
+
+
+def reset_statistics(model: Any) -> None:
+    """Forget the population statistics of all BLN layers."""
+    for layer in _required_layers(model).values():
+        layer.reset_statistics()
+
+
+class ResetStatistics(keras.callbacks.Callback):
+    """Population statistics of the epoch alone: forget them at its begin, in layers with ``momentum=None``.
+
+    Examples:
+        >>> import keras, numpy, bln.keras
+        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization(momentum=None)])
+        >>> model.compile(loss="mse")
+        >>> x = numpy.random.normal(size=(12, 3))
+        >>> history = model.fit(x, x, batch_size=4, epochs=2, verbose=0, callbacks=[bln.keras.ResetStatistics()])
+        >>> int(model.layers[0].updates[0])
+        3
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forget."""
+        for layer in layers(self.model).values():
+            if layer.momentum is None:
+                layer.reset_statistics()
+
+
+def calibrate(model: Any, batches: Iterable[Any], *, progress: bool = True) -> None:
+    """Recompute the population statistics under frozen weights (Algorithm 2), as plain averages over ``batches``.
+
+    Only the BLN layers run as in training, also those with ``trainable = False``: dropout stays off, other norms use
+    what they remember. The remembered ``1/m`` stays that of training, where there was any. If anything goes wrong, the
+    statistics are as they were.
+
+    Args:
+        model: A Keras model with BLN layers.
+        batches: Any iterable of training batches, composed as in training: inputs, or a tuple whose first is the
+            inputs; a ``tf.data.Dataset``, a ``DataLoader``, a ``keras.utils.PyDataset``.
+        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+    """
+    found = _required_layers(model)
+    before = {name: layer._snapshot() for name, layer in found.items()}
+    momenta = {name: layer.momentum for name, layer in found.items()}
+    compiled = model.predict_function
+    try:
+        model.predict_function = None  # traced anew: it has to see that these layers calibrate
+        for layer in found.values():
+            layer._calibrating, layer._reached, layer.momentum = True, False, None
+            layer.reset_statistics()
+        count = 0
+        with closing(_tracked(batches, "calibrate", progress)) as tracked:
+            for batch in tracked:
+                model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
+                count += 1
+        if count == 0:
+            raise ValueError("calibrate got no batches; was the iterable used up before?")
+        for name, layer in found.items():
+            if not layer._reached:
+                layer._restore(before[name])
+                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
+            elif not to_numpy(layer.updates).any():
+                raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
+            else:
+                layer._complete(before[name])
+    except BaseException:
+        for name, layer in found.items():
+            layer._restore(before[name])
+        raise
+    finally:
+        model.predict_function = compiled
+        for name, layer in found.items():
+            layer._calibrating, layer.momentum = False, momenta[name]
+
+
+def _tracked(batches: Iterable[Any], what: str, progress: bool) -> Generator[Any]:
+    """Batches as NumPy arrays, with a progress bar."""
+    if isinstance(batches, keras.utils.PyDataset):
+        batches = [batches[index] for index in range(batches.num_batches)]
+    for batch in track(batches, what) if progress else batches:
+        yield keras.tree.map_structure(to_numpy, tuple(batch) if isinstance(batch, list) else batch)
+
+
+# ---- search
+
+
+def search(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    loss: Any,
+    metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
+    progress: bool = True,
+) -> SearchResult:
+    """Find the configuration of statistics that suits a trained model: all 16 on held-out batches.
+
+    Search on **validation** data. Each batch is loaded once and predicted 16 times by one compiled function. The model
+    is left as it was found; ``SearchResult.apply`` gives it the winner.
+
+    Args:
+        model: A trained Keras model with BLN layers; it need not be compiled.
+        batches: Any iterable of ``(inputs, targets)``, in batches composed as requests will be.
+        loss: As for ``compile``: a name, a ``keras.losses.Loss``, or a function ``loss(targets, outputs)``.
+        metrics: ``"accuracy"``, other names Keras knows, ``keras.metrics.Metric``, or functions ``metric(targets,
+            outputs)``; several in a list, or by name. Higher is better, and the first breaks ties. Values are those of
+            a batch, averaged by samples.
+        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+
+    Returns:
+        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
+    """
+    found = _required_layers(model)
+    functions = {"loss": keras.losses.get(loss), **_named(metrics)}
+    configs = list(StatisticsConfig.all())
+    before = {name: layer.config for name, layer in found.items()}
+    tally = Tally([name for name in functions if name != "loss"], len(configs))
+    try:
+        with closing(_tracked(batches, "search", progress)) as tracked:
+            for batch in tracked:
+                if not isinstance(batch, tuple) or len(batch) != 2:
+                    what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
+                    raise ValueError(f"expected batches of (inputs, targets), got {what}")
+                inputs, targets = batch
+                values = []
+                for config in configs:
+                    configure(model, config)
+                    outputs = model.predict_on_batch(inputs)
+                    values.append([_score(function, targets, outputs) for function in functions.values()])
+                tally.add(torch.tensor(values, dtype=torch.float64), len(keras.tree.flatten(targets)[0]))
+    finally:
+        configure(model, before)
+    if not tally.batches:
+        raise ValueError("search got no batches; was the iterable used up before?")
+    rows = ranked([Row(config, score) for config, score in zip(configs, tally.scores(), strict=True)], robust=False)
+    notes = [
+        DEPENDS_ON_BATCH,
+        "Population statistics averaged while the weights still moved can ruin rows with T; bln.keras.calibrate(model, "
+        "train_batches) recomputes them under frozen weights.",
+    ]
+    if untrained := [name for name, layer in found.items() if not to_numpy(layer.updates).any()]:
+        notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
+    return SearchResult(rows, "separate", tuple(notes), tally.samples, tally.batches)
+
+
+def _named(metrics: Any) -> dict[str, Any]:
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        given = metrics if isinstance(metrics, list | tuple) else [] if metrics is None else [metrics]
+        named = {m if isinstance(m, str) else getattr(m, "name", None) or m.__name__: m for m in given}
+    return {name: _accuracy if m in ("accuracy", "acc") else keras.metrics.get(m) for name, m in named.items()}
+
+
+def _accuracy(targets: Any, outputs: Any) -> Any:
+    """The accuracy ``compile(metrics=["accuracy"])`` would choose for these shapes."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.binary_accuracy(targets.reshape(outputs.shape), outputs)
+    if targets.shape == outputs.shape:
+        return keras.metrics.categorical_accuracy(targets, outputs)
+    return keras.metrics.sparse_categorical_accuracy(targets, outputs)
+
+
+def _score(function: Any, targets: Any, outputs: Any) -> float:
+    if isinstance(function, keras.metrics.Metric):
+        function.reset_state()
+        function.update_state(targets, outputs)
+        return float(function.result())
+    return float(np.mean(to_numpy(ops.convert_to_numpy(function(targets, outputs)))))

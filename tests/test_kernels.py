@@ -1,7 +1,11 @@
 """The Triton kernels against the oracle: on a GPU where there is one, else on the CPU through Triton's interpreter."""
 
 import copy
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -355,6 +359,16 @@ def test_the_operator_keeps_what_a_compiler_trusts_in(masked, pooled):
         torch.ops.bln.train.default, inputs,
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )  # fmt: skip
+
+
+def test_every_kernel_compiles_to_machine_code():
+    """Types that the interpreter does not look at; no GPU is needed for it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(bln.__file__).parents[1])
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("registers") == 39
 
 
 # ---- in the layer

@@ -94,7 +94,8 @@ def training(
     features, all_samples = power_of_two(c), power_of_two(n)
     line = 32 // itemsize  # values in the shortest stretch that memory hands out
     positions = line if positions_last and p > 1 else 1
-    if not (masked or pooled) and all_samples * features * positions <= _RESIDENT // (2 if backward else 1):
+    limit = _RESIDENT // (2 if backward else 1) // (2 if positions > 1 else 1)
+    if not (masked or pooled) and all_samples * features * positions <= limit:
         # Tiny slabs are packed, as long as all processors have some.
         while all_samples * features * positions < 1024 and cdiv(p, 2 * positions) >= 4 * processors:
             positions *= 2
@@ -120,10 +121,9 @@ def training(
         warps = max(1, min(16, positions * features // 512))
         samples = 1
     else:
-        # 1,024 values for each warp, with all features of a sample in one warp as long as they fit: warps that share
-        # a row wait for each other.
-        warps = max(1, min(8, features // (512 if backward else 1024)))
-        samples = max(1, min(all_samples, 1024 * warps // features))
+        # 512 values for each warp, 1,024 of narrow rows, whose sums take fewer registers.
+        warps = max(1, min(8, features // 512))
+        samples = max(1, min(all_samples, (1024 if features <= 256 else 512) * warps // features))
     blocks = cdiv(p, positions)
     shares = min(cdiv(n, 2 * samples), max(1, n * c * positions * itemsize // _SHARE))
     together = not pooled and (blocks * min(shares, _SHARERS) >= 2 * processors or shares <= _SHARERS)
@@ -153,7 +153,7 @@ def inference(n: int, p: int, c: int, *, positions_last: bool, masked: bool, pro
     rows = max(1, 1024 * warps // features)
     if positions_last and p > 1:
         samples, positions = 1, max(8, min(32, rows))
-        warps = max(1, min(16, positions * features // 1024))
+        warps = max(1, min(16, positions * features // 512))
     else:
         samples = min(power_of_two(n), rows)
         positions = rows // samples

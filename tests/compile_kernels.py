@@ -1,7 +1,7 @@
 """Compile every kernel for a Hopper GPU, with no GPU: python compile_kernels.py, without Triton's interpreter.
 
-The interpreter runs Python and does not know Triton's types; this does, up to the machine code. Prints the registers and
-spilled bytes of each.
+The interpreter runs Python and does not know Triton's types; this does, up to the machine code. Prints the registers
+and spilled bytes of each.
 """
 
 import re
@@ -16,9 +16,23 @@ from triton.compiler import ASTSource
 
 from bln.kernels import backward, forward, inference, launch, population
 
-FLOATS = "mix_eps scale eps inverse_m own_inverse_m entries_factor m_factor momentum".split()
-INPUTS, COUNTERS = "x y dy dx".split(), "updates samples".split()
-POINTERS = "gamma beta statistics partials rows joined batch_mean batch_var feature_mean feature_var counts hidden ready".split()
+FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
+INPUTS, COUNTERS = ["x", "y", "dy", "dx"], ["updates", "samples"]
+POINTERS = [
+    "gamma",
+    "beta",
+    "statistics",
+    "partials",
+    "rows",
+    "joined",
+    "batch_mean",
+    "batch_var",
+    "feature_mean",
+    "feature_var",
+    "counts",
+    "hidden",
+    "ready",
+]
 
 
 def build(kernel, name, dtype, warps, constants, pointers=()):
@@ -62,8 +76,9 @@ def resources(code: bytes) -> str:
 def main() -> None:
     for dtype, itemsize in (("*bf16", 2), ("*fp32", 4)):
         for n, p, c, last, masked, pooled in (
-            (128, 3136, 64, False, False, False), (32, 12544, 64, True, False, False), (64, 784, 256, True, False, False),
-            (256, 197, 768, False, False, False), (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True),
+            (128, 3136, 64, False, False, False), (32, 12544, 64, True, False, False),
+            (64, 784, 256, True, False, False), (256, 197, 768, False, False, False),
+            (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True),
         ):  # fmt: skip
             where = {"stride_p": 1} if last else {"stride_c": 1}
             about = f"{n}, {p}, {c}{' positions last' * last}{' masked' * masked}{' pooled' * pooled}"

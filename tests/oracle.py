@@ -10,6 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NAMES = {
+    "batch_mean": "mean_B",
+    "batch_var": "var_B",
+    "feature_mean": "mean_F",
+    "feature_var": "var_F",
+    "inverse_m": "inverse_m",
+}
+"""The library's names of the five statistics, and those here."""
+
 
 @dataclass
 class MiniBatch:

@@ -16,13 +16,6 @@ from bln import BatchLayerNorm, StatisticsConfig
 from cases import cases
 
 CONFIGS = [str(config) for config in StatisticsConfig.all()]
-NAMES = {
-    "batch_mean": "mean_B",
-    "batch_var": "var_B",
-    "feature_mean": "mean_F",
-    "feature_var": "var_F",
-    "inverse_m": "inverse_m",
-}
 
 
 def state(layer):
@@ -37,7 +30,7 @@ def assert_same_state(layer, before):
 
 
 def assert_population(layer, expected, bound=1e-12):
-    for name, theirs in NAMES.items():
+    for name, theirs in oracle.NAMES.items():
         np.testing.assert_allclose(
             getattr(layer.population, name).double().numpy(), getattr(expected, theirs), atol=bound, rtol=bound,
             err_msg=name,
@@ -106,7 +99,7 @@ class TestPopulation:
         mask = torch.tensor([[True, True, False, False], [True, False, False, False]])
         layer(torch.randn(2, 3, 4), mask)
         assert layer.population.inverse_m.tolist() == [0.5, 1, 0, 0]
-        assert layer.population.updates.tolist() == [[1, int(name != "batch_var"), 0, 0] for name in NAMES]
+        assert layer.population.updates.tolist() == [[1, int(name != "batch_var"), 0, 0] for name in oracle.NAMES]
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
     @pytest.mark.parametrize("masked", [False, True])

@@ -23,14 +23,6 @@ import tolerance
 DEVICE = "cpu"
 """Where tensors are; set by the rank."""
 
-NAMES = {
-    "batch_mean": "mean_B",
-    "batch_var": "var_B",
-    "feature_mean": "mean_F",
-    "feature_var": "var_F",
-    "inverse_m": "inverse_m",
-}
-
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
     """Summed over ranks."""
@@ -43,9 +35,9 @@ def assert_population(layer, expected: oracle.Population, size: float, roundings
     """Statistics as the oracle's, to roundings of the input's size; counters exactly."""
     unit = roundings * torch.finfo(layer.population.batch_mean.dtype).eps
     bounds = {"batch_var": unit * (size**2 + 1), "feature_var": unit * (size**2 + 1), "inverse_m": unit}
-    for name, theirs in NAMES.items():
+    for name, theirs in oracle.NAMES.items():
         tolerance.close(getattr(layer.population, name), getattr(expected, theirs), bounds.get(name, unit * size), name)
-    for row, name in enumerate(NAMES):
+    for row, name in enumerate(oracle.NAMES):
         updates, samples = ("var_updates", "var_samples") if name == "batch_var" else ("updates", "samples")
         assert (layer.population.updates[row].cpu().numpy() == getattr(expected, updates)).all(), f"updates of {name}"
         assert (layer.population.samples[row].cpu().numpy() == getattr(expected, samples)).all(), f"samples of {name}"
@@ -527,7 +519,7 @@ def averages(seed: int) -> None:
                 layer(x)
             expected.update(x.movedim(1, -1).cpu().numpy(), None)
         bln.average_statistics(model)
-        for name, theirs in NAMES.items():
+        for name, theirs in oracle.NAMES.items():
             bound = 1e-12
             tolerance.close(getattr(layer.population, name), getattr(expected, theirs), bound, name)
         assert (layer.population.samples[0].cpu().numpy() == np.ceil(expected.samples / world)).all()

@@ -12,13 +12,6 @@ import oracle
 import tolerance
 
 CONFIGS = [str(config) for config in bln.StatisticsConfig.all()]
-NAMES = {
-    "batch_mean": "mean_B",
-    "batch_var": "var_B",
-    "feature_mean": "mean_F",
-    "feature_var": "var_F",
-    "inverse_m": "inverse_m",
-}
 SHAPES = {
     "dense": ((6, 5), -1),
     "sequence": ((5, 7, 4), -1),
@@ -88,7 +81,7 @@ def check_layer(framework: Framework, rng, shape, channel_dim, per_position, mas
     assert framework.get(layer, "samples").tolist() == ours.population.samples.tolist()
 
     # From the very same population on, so that inference is compared and not the rounding of averages.
-    for name, theirs in NAMES.items():
+    for name, theirs in oracle.NAMES.items():
         value = framework.get(layer, name)
         setattr(expected, theirs, value.astype(np.float64))
         getattr(ours.population, name).copy_(torch.tensor(value))
@@ -139,7 +132,7 @@ def layer_axis(layer: bln.BatchLayerNorm) -> int:
 def check_population(framework: Framework, layer: Any, expected: oracle.Population, size: float) -> None:
     """A mean rounds as its values do, a variance as their squares; m/(m-1) is at most 2."""
     unit = tolerance.ROUNDINGS * tolerance.epsilon(FLOAT)
-    for name, theirs in NAMES.items():
+    for name, theirs in oracle.NAMES.items():
         bound = unit * (2 * max(size, 1) ** 2 if name.endswith("var") else max(size, 1))
         tolerance.close(framework.get(layer, name), getattr(expected, theirs), bound, name)
 
@@ -195,7 +188,7 @@ def check_not_finite(framework: Framework, rng, bad, masked, per_position):
     mask = np.ones((4, 5), bool) if masked else None
     x = rng.normal(size=(4, 5, 3)).astype(np.float32)
     framework.train(layer, x, mask)
-    names = [*NAMES, "updates", "samples"]
+    names = [*oracle.NAMES, "updates", "samples"]
     before = {name: framework.get(layer, name).copy() for name in names}
     broken = x.copy()
     broken[2, 3, 1] = bad

@@ -14,11 +14,11 @@ from jax.sharding import Mesh, PartitionSpec
 import bln
 import bln.flax
 import oracle
-from agreement import CONFIGS, NAMES, SHAPES, check_history, check_layer, check_not_finite
+from agreement import CONFIGS, SHAPES, check_history, check_layer, check_not_finite
 from bln.flax import BatchLayerNorm
 from pages import check_lazy, check_missing, run_example
 
-STATE = (*NAMES, "updates", "samples")
+STATE = (*oracle.NAMES, "updates", "samples")
 EPS = {"eps": 1e-4, "mix_eps": 1e-4}
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # values of order 1 whose population was rounded to float32 on the way
 
@@ -139,7 +139,7 @@ class TestModes:
         layer(x)
         layer(x * 2 + 1)
         population = oracle.Population((4,), 3)
-        for name, theirs in NAMES.items():
+        for name, theirs in oracle.NAMES.items():
             setattr(population, theirs, np.asarray(getattr(layer, name)[...], np.float64))
         population.updates[...] = 1
         traces = []

@@ -9,12 +9,12 @@ import pytest
 
 import bln
 import oracle
-from agreement import CONFIGS, NAMES, SHAPES, Window, check_history, check_layer, check_not_finite
+from agreement import CONFIGS, SHAPES, Window, check_history, check_layer, check_not_finite
 from bln.keras import BatchLayerNormalization
 from through_numpy import Keras, double, numpy
 
 KERAS = Keras()
-STATE = (*NAMES, "updates", "samples")
+STATE = (*oracle.NAMES, "updates", "samples")
 EPS = {"eps": 1e-4, "mix_eps": 1e-4}
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # values of order 1 whose population was rounded to float32 on the way
 
@@ -245,7 +245,7 @@ class TestConfiguration:
         model.fit(x, x, verbose=0, batch_size=3)
         layer = model.layers[0]
         population = oracle.Population((4,), 3)
-        for name, theirs in NAMES.items():
+        for name, theirs in oracle.NAMES.items():
             setattr(population, theirs, numpy(getattr(layer, name)).astype(np.float64))
         population.updates[...] = 1
         affine = [numpy(p).astype(np.float64) for p in (layer.gamma, layer.beta)]
@@ -402,7 +402,7 @@ class TestTraining:
         for _ in range(2):
             for at in (0, 4, 8):
                 expected.update(x[at : at + 4], 0.2)
-        for name, theirs in NAMES.items():
+        for name, theirs in oracle.NAMES.items():
             np.testing.assert_allclose(numpy(getattr(layer, name)), getattr(expected, theirs), **CLOSE, err_msg=name)
         before = state(layer)
         model.evaluate(x, x, verbose=0)

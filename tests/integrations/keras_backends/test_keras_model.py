@@ -7,11 +7,11 @@ import pytest
 import bln
 import bln.keras
 import oracle
-from agreement import CONFIGS, NAMES
+from agreement import CONFIGS
 from bln.keras import BatchLayerNormalization
 from through_numpy import numpy
 
-STATE = (*NAMES, "updates", "samples")
+STATE = (*oracle.NAMES, "updates", "samples")
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # values of order 1, a few float32 layers deep
 
 
@@ -112,7 +112,7 @@ class TestCalibrate:
         bln.keras.calibrate(model, batches)
         found = state(model)
         for key, population in zip(("first", "second"), expected, strict=True):
-            for name, theirs in NAMES.items():
+            for name, theirs in oracle.NAMES.items():
                 wanted = remembered[key, name] if name == "inverse_m" else getattr(population, theirs)
                 np.testing.assert_allclose(found[key, name], wanted, **CLOSE, err_msg=name)
             assert (found[key, "updates"][-1] == 3).all()  # the row of 1/m

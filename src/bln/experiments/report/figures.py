@@ -122,6 +122,8 @@ def _curve(axes: Axes, norm: str, runs: Sequence[Run], curve: str, dashes: Any) 
         axes.plot(epochs, mean, **line, marker=style.marker, markersize=3.6, markevery=every, zorder=3)
         if curve.endswith("loss"):
             low = np.maximum(low, mean / 3)  # a t interval may cross 0, which a log axis has not
+        else:
+            low, high = np.clip((low, high), 0, 1)  # nor is there an accuracy above 1
         axes.fill_between(epochs, low, high, color=style.colour, alpha=0.16, linewidth=0, zorder=2)
         drawn += mean.tolist()
     for run in runs:

@@ -26,7 +26,7 @@ from cases import Case, cases
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXAMPLES = 200 if GPU else 12  # the interpreter takes its time
+EXAMPLES = 40 if GPU else 12  # the interpreter takes its time
 
 
 def on_device(tensor):

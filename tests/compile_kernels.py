@@ -50,9 +50,7 @@ def build(kernel, name, dtype, warps, constants, pointers=()):
             types[each] = {"hidden": "*u8", "ready": "*i32"}.get(each, "*fp32")
         else:
             types[each] = "fp32" if each in FLOATS else "i32"
-    aligned = [
-        each for each in names if types[each][0] == "*" or (each.endswith(("_n", "_p")) and types[each] == "i32")
-    ]
+    aligned = [each for each in names if types[each][0] == "*" or each == "C"]
     source = ASTSource(
         kernel,
         types,
@@ -75,33 +73,34 @@ def resources(code: bytes) -> str:
 
 def main() -> None:
     for dtype, itemsize in (("*bf16", 2), ("*fp32", 4)):
-        for n, p, c, last, masked, pooled in (
-            (128, 3136, 64, False, False, False), (32, 12544, 64, True, False, False),
+        for n, p, c, across, masked, pooled in (
+            (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
             (64, 784, 256, True, False, False), (256, 197, 768, False, False, False),
             (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True),
         ):  # fmt: skip
-            where = {"stride_p": 1} if last else {"stride_c": 1}
-            about = f"{n}, {p}, {c}{' positions last' * last}{' masked' * masked}{' pooled' * pooled}"
+            about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
+            how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132}
             for kernels, back in ((forward, False), (backward, True)):
-                chosen = launch.training(
-                    n, p, c, backward=back, itemsize=itemsize, positions_last=last, masked=masked, pooled=pooled,
-                    processors=132,
-                )  # fmt: skip
-                constants = {key: value for key, value in chosen.tile.items() if key.isupper()} | where
-                constants |= {f"dy_{key}": 1 for key in where} if back else {}
+                chosen = launch.training(n, p, c, backward=back, pooled=pooled, **how)
+                constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
                 name = f"{kernels.__name__.split('.')[-1]} {about}"
                 if chosen.resident:
                     build(kernels.resident, name, dtype, chosen.warps, constants | {"STAGES": chosen.stages})
                     continue
-                both = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
-                constants |= {"FOLD": chosen.fold, "MASKED": masked, "POOLED": pooled}
+                constants |= {"MASKED": masked, "POOLED": pooled}
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
-                constants |= dict.fromkeys(both, not pooled) | ({both[1]: True} if pooled else {})
-                constants |= {"WAIT": chosen.together} | ({} if chosen.together else {"ready": None})
-                build(kernels.sweep, name, dtype, chosen.warps, constants, ["inverse_m"] if masked else [])
-            chosen = launch.inference(n, p, c, positions_last=last, masked=masked, processors=132)
-            constants = {key: value for key, value in chosen.tile.items() if key.isupper()} | where
-            constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled}
+                names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
+                alone = chosen.splits == 1 and not pooled
+                for first in (True,) if alone else (True, False):
+                    phases = dict(zip(names, (first, alone or not first), strict=True))
+                    partials = {"partials": None} if alone else {}
+                    build(
+                        kernels.sweep, name, dtype, chosen.warps, constants | phases | partials,
+                        ["inverse_m", "sums"] if masked else ["sums"],
+                    )  # fmt: skip
+            chosen = launch.inference(n, p, c, **how)
+            constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
+            constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled, "SWAPPED": False}
             constants |= {} if masked else {"hidden": None}
             build(
                 inference._normalize, f"inference {about}", dtype, chosen.warps, constants,

@@ -204,7 +204,8 @@ class Population(nn.Module):
         if not positions:
             self.without_positions = True
             return
-        exporting = getattr(torch.compiler, "is_exporting", lambda: False)()
+        # Not is_exporting(), which torch 2.11 takes to be true in whatever it compiles.
+        exporting = getattr(torch.compiler, "_is_exporting_flag", False)
         if exporting or torch._C._are_functorch_transforms_active():
             raise ValueError(
                 f"the layer does not know its positions yet, and cannot learn {positions} inside torch.func or "

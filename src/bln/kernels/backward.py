@@ -17,205 +17,248 @@ from . import tiles
 
 
 @triton.jit
-def _columns(statistics, p, cs, P, C, eps):
+def _columns(statistics, p, c, P, C, eps):
     """Batch means and one over deviations."""
-    at = p.to(tl.int64)[:, None] * C + cs[None, :]
-    inside = (p < P)[:, None] & (cs < C)[None, :]
+    at, inside = p.to(tl.int64) * C + c, (p < P) & (c < C)
     mean_B = tl.load(statistics + at, mask=inside, other=0.0)
     var_B = tl.load(statistics + P.to(tl.int64) * C + at, mask=inside, other=1.0)
     return mean_B, tl.rsqrt(var_B + eps)
 
 
 @triton.jit
-def _rows(statistics, n, p, last, N, P, C, eps):
-    """Feature means and one over deviations."""
-    at = 2 * P.to(tl.int64) * C + p.to(tl.int64)[None, :] * N + n[:, None]
-    inside = (p < P)[None, :] & (n < last)[:, None]
-    mean_F = tl.load(statistics + at, mask=inside, other=0.0)
-    var_F = tl.load(statistics + P.to(tl.int64) * N + at, mask=inside, other=1.0)
-    return mean_F, tl.rsqrt(var_F + eps)
+def _row_sums(d, v, mean_F, r_F, gamma, C, KIND: tl.constexpr, SHORT: tl.constexpr):
+    """Averages of g, and of g times the distance to the row's mean, over its variance."""
+    g = d * gamma
+    flat = tiles.over_features(g, KIND)
+    if SHORT:
+        along = tiles.over_features(g * v, KIND) - mean_F * flat
+    else:
+        along = tiles.over_features(g * (v - mean_F), KIND)
+    return flat * (1.0 / C), along * (r_F * r_F * (1.0 / C))
 
 
 @triton.jit
-def _plus(a, b, c, d):
-    return a + c, b + d
+def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT: tl.constexpr):
+    """dx as two multiplications and additions for each value; ``s`` are w / sigma."""
+    slope = gamma * s_F + gamma * s_B
+    down_B, down_F = s_B * along_B, s_F * along_F
+    if SHORT:
+        rest = (down_B * mean_B - s_B * flat_B) + (down_F * mean_F - s_F * flat_F)
+        dx = d * slope + (rest - v * (down_B + down_F))
+    else:
+        rest = down_F * (mean_F - mean_B) - (s_B * flat_B + s_F * flat_F)
+        dx = d * slope + (rest - (v - mean_B) * (down_B + down_F))
+    return dx
 
 
-@triton.jit
-def _derivative(g, u, w, s_B, flat_B, along_B, r_F, w_F, C):
-    """dx, of ``g`` and of the distances to the row's mean ``u`` and to the column's ``w``."""
-    flat, along = tl.reduce((g, g * u), 2, _plus)
-    flat_F, along_F = flat * (1.0 / C), along * (r_F * r_F * (1.0 / C))
-    s_F = w_F * r_F
-    out = s_B[None, :, :] * (g - flat_B[None, :, :] - along_B[None, :, :] * w)
-    return out + s_F[:, :, None] * (g - flat_F[:, :, None] - along_F[:, :, None] * u)
-
-
-@triton.jit(do_not_specialize=["N", "P", "C"])
+@triton.jit(do_not_specialize=["N", "P"])
 def resident(
-    x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, stride_n, stride_p, stride_c,
-    dy_stride_n, dy_stride_p, dy_stride_c, mix_eps, scale, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
-    n, ps, cs = tl.arange(0, BN), tl.arange(0, BP), tl.arange(0, BC)
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    n, ps, c = tiles.indices(A, B, L, KIND)
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-    gamma = tiles.parameter(gamma, cs, C, 1.0, BC)
-    within = n.to(tl.int64)[:, None, None] * stride_n + cs[None, None, :] * stride_c
-    dy_within = n.to(tl.int64)[:, None, None] * dy_stride_n + cs[None, None, :] * dy_stride_c
-    dgamma = tl.zeros([BP, BC], tl.float32)
-    dbeta = tl.zeros([BP, BC], tl.float32)
+    g = tiles.parameter(gamma, c, C, 1.0)
+    rows = statistics + 2 * P.to(tl.int64) * C
+    dgamma = tl.zeros((c + ps).shape, tl.float32)
+    dbeta = tl.zeros((c + ps).shape, tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
-        at = p.to(tl.int64)[None, :, None] * stride_p + within
-        real = tiles.real_entries(n, p, cs, N, P, C, x, N, False)
-        v = tiles.load(x + at, real, EVEN)
-        d = tiles.load(dy + p.to(tl.int64)[None, :, None] * dy_stride_p + dy_within, real, EVEN)
-        mean_B, r_B = _columns(statistics, p, cs, P, C, eps)
-        mean_F, r_F = _rows(statistics, n, p, N, N, P, C, eps)
-        u, w = v - mean_F[:, :, None], v - mean_B[None, :, :]
-        total, dot_B = tl.sum(d, 0), tl.sum(d * w, 0)  # 0 out of bounds, and so are its products
+        at, in_row = tiles.offset(n, p, c, P, C, KIND), (n < N) & (p < P)
+        real = in_row & (c < C)
+        v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
+        d = tiles.fetch(dy + at, real, EVEN).to(tl.float32)
+        mean_B, r_B = _columns(statistics, p, c, P, C, eps)
+        row = tiles.row_offset(n, p, N, P, KIND)
+        mean_F = tl.load(rows + row, mask=in_row, other=0.0)
+        r_F = tl.rsqrt(tl.load(rows + P.to(tl.int64) * N + row, mask=in_row, other=1.0) + eps)
+        flat_F, along_F = _row_sums(d, v, mean_F, r_F, g, C, KIND, SHORT)
+        total = tiles.over_samples(tiles.fold(d, KIND), KIND, False)  # 0 out of bounds, and so are its products
+        dot_B = tiles.over_samples(tiles.fold(d * (v - mean_B), KIND), KIND, False)
+        dot_F = tiles.over_samples(tiles.fold(d * (v * r_F - mean_F * r_F), KIND), KIND, False)
         dbeta += total
-        dgamma += (w_B * r_B) * dot_B + w_F * tl.sum(d * (u * r_F[:, :, None]), 0)
-        flat_B, along_B = gamma * total * (1.0 / N), gamma * dot_B * (r_B * r_B * (1.0 / N))
-        out = _derivative(d * gamma[None, :, :], u, w, w_B * r_B, flat_B, along_B, r_F, w_F, C)
-        tiles.store(dx + at, out, real, EVEN)
-    at = partials + 2 * tl.program_id(0) * C + cs
-    tl.store(at, tl.sum(dgamma, 0), mask=cs < C)
-    tl.store(at + C, tl.sum(dbeta, 0), mask=cs < C)
+        dgamma += (w_B * r_B) * dot_B + w_F * dot_F
+        flat_B, along_B = g * total * (1.0 / N), g * dot_B * (r_B * r_B * (1.0 / N))
+        out = _derivative(
+            d, v, mean_B, w_B * r_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT
+        )  # fmt: skip
+        tiles.put(dx + at, out, real, EVEN)
+    _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, C, KIND)
 
 
 @triton.jit
 def _sums(
-    x, dy, hidden, statistics, mean_B, p, first, last, N, P, C, stride_n, stride_p, stride_c,
-    dy_stride_n, dy_stride_p, dy_stride_c, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr,
+    x, dy, hidden, statistics, sums, mean_B, gamma, p, first, last, N, P, C, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
-    """Column sums of dy, dy * (x - mean_B) and dy * x_F over the samples ``first`` to ``last``."""
-    ns, cs = tl.arange(0, BN), tl.arange(0, BC)
-    base = x + p.to(tl.int64)[None, :, None] * stride_p + cs[None, None, :] * stride_c
-    dy_base = dy + p.to(tl.int64)[None, :, None] * dy_stride_p + cs[None, None, :] * dy_stride_c
-    total = tl.zeros([1 if FOLD else BN, BP, BC], tl.float32)
-    dot_B = tl.zeros([1 if FOLD else BN, BP, BC], tl.float32)
-    dot_F = tl.zeros([1 if FOLD else BN, BP, BC], tl.float32)
+    """Over the samples ``first`` to ``last``: what rows need is stored; returned are the column sums of dy,
+    dy * (x - mean_B) and dy * x_F.
+    """
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    ns, _, c = tiles.indices(A, B, L, KIND)
+    rows = statistics + 2 * P.to(tl.int64) * C
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(in_row, c, C, EVEN)
+    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
+    step, row_step = tiles.strides(P, C, KIND)
+    x, dy, rows, sums = x + first * step, dy + first * step, rows + first * row_step, sums + first * row_step
+    count = P.to(tl.int64) * N
+    ahead_v, ahead_d = tiles.fetch(x + at, real, EVEN), tiles.fetch(dy + at, real, EVEN)
+    ahead_mean = tl.load(rows + row, mask=in_row, other=0.0)
+    ahead_var = tl.load(rows + count + row, mask=in_row, other=1.0)
+    total = tiles.fold(ahead_d.to(tl.float32) * 0.0, KIND)
+    dot_B = total
+    dot_F = total
     for start in range(first, last, BN):
         n = start + ns
-        real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, MASKED)
-        v = tiles.load(base + n.to(tl.int64)[:, None, None] * stride_n, real, EVEN)
-        d = tiles.load(dy_base + n.to(tl.int64)[:, None, None] * dy_stride_n, real, EVEN)
-        mean_F, r_F = _rows(statistics, n, p, last, N, P, C, eps)
-        along_B = d * (v - mean_B[None, :, :])  # 0 out of bounds, as dy is
-        along_F = d * ((v - mean_F[:, :, None]) * r_F[:, :, None])
-        if FOLD:
-            total += tl.sum(d, 0, keep_dims=True)
-            dot_B += tl.sum(along_B, 0, keep_dims=True)
-            dot_F += tl.sum(along_F, 0, keep_dims=True)
+        v, d = ahead_v.to(tl.float32), ahead_d.to(tl.float32)
+        mean_F, r_F = ahead_mean, tl.rsqrt(ahead_var + eps)
+        in_row = tiles.real_rows(n + BN, p, last, P, hidden, MASKED)
+        real = tiles.real_values(in_row, c, C, EVEN)
+        x, dy, rows = x + BN * step, dy + BN * step, rows + BN * row_step
+        ahead_v = tiles.fetch(x + at, real, False)
+        ahead_d = tiles.fetch(dy + at, real, False)
+        ahead_mean = tiles.fetch(rows + row, in_row, False)
+        ahead_var = tiles.fetch(rows + count + row, in_row, False)
+        flat_F, along_F = _row_sums(d, v, mean_F, r_F, gamma, C, KIND, SHORT)
+        tl.store(sums + row, flat_F, mask=(n < last) & (p < P))
+        tl.store(sums + count + row, along_F, mask=(n < last) & (p < P))
+        sums += BN * row_step
+        total += tiles.fold(d, KIND)
+        if SHORT:
+            dot_B += tiles.fold(d * v, KIND)
         else:
-            total += d
-            dot_B += along_B
-            dot_F += along_F
-    return tl.sum(total, 0), tl.sum(dot_B, 0), tl.sum(dot_F, 0)
+            dot_B += tiles.fold(d * (v - mean_B), KIND)
+        dot_F += tiles.fold(d * (v * r_F - mean_F * r_F), KIND)
+    if SHORT:
+        dot_B -= mean_B * total
+    total = tiles.over_samples(total, KIND, POOLED)
+    return total, tiles.over_samples(dot_B, KIND, POOLED), tiles.over_samples(dot_F, KIND, POOLED)
 
 
 @triton.jit
 def _differentiate(
-    x, dy, dx, hidden, gamma, statistics, total, dot_B, mean_B, r_B, w_B, w_F, count, p, first, last,
-    N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr,
+    x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last, N, P, C, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dx of the samples ``first`` to ``last``, given the column sums over all; 0 at hidden entries."""
-    ns, cs = tl.arange(0, BN), tl.arange(0, BC)
-    base = p.to(tl.int64)[None, :, None] * stride_p + cs[None, None, :] * stride_c
-    dy_base = dy + p.to(tl.int64)[None, :, None] * dy_stride_p + cs[None, None, :] * dy_stride_c
-    flat_B, along_B = gamma * total / count, gamma * dot_B * (r_B * r_B / count)
-    for start in range(first, last, BN):
-        n = start + ns
-        real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, MASKED)
-        at = base + n.to(tl.int64)[:, None, None] * stride_n
-        v = tiles.load(x + at, real, EVEN)
-        d = tiles.load(dy_base + n.to(tl.int64)[:, None, None] * dy_stride_n, real, EVEN)
-        mean_F, r_F = _rows(statistics, n, p, last, N, P, C, eps)
-        u, w = v - mean_F[:, :, None], v - mean_B[None, :, :]
-        out = _derivative(d * gamma[None, :, :], u, w, w_B * r_B, flat_B, along_B, r_F, w_F, C)
+    """dx of the samples ``first`` to ``last``, the last ones first; 0 at hidden entries."""
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    ns, _, c = tiles.indices(A, B, L, KIND)
+    means = statistics + 2 * P.to(tl.int64) * C
+    count = P.to(tl.int64) * N
+    steps = tl.cdiv(last - first, BN)
+    begin = first + (steps - 1) * BN
+    inside = tiles.real_rows(begin + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(inside, c, C, EVEN)
+    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
+    step, row_step = tiles.strides(P, C, KIND)
+    x, dy, dx = x + begin * step, dy + begin * step, dx + begin * step
+    means, sums = means + begin * row_step, sums + begin * row_step
+    ahead_v, ahead_d = tiles.fetch(x + at, real, EVEN), tiles.fetch(dy + at, real, EVEN)
+    ahead_mean = tl.load(means + row, mask=inside, other=0.0)
+    ahead_var = tl.load(means + count + row, mask=inside, other=1.0)
+    ahead_flat = tl.load(sums + row, mask=inside, other=0.0)
+    ahead_along = tl.load(sums + count + row, mask=inside, other=0.0)
+    for done in range(steps):
+        n = begin - done * BN + ns
+        v, d = ahead_v.to(tl.float32), ahead_d.to(tl.float32)
+        mean_F, var_F, flat_F, along_F = ahead_mean, ahead_var, ahead_flat, ahead_along
+        in_this = inside
+        inside = tiles.real_rows(n - BN, p, last, P, hidden, MASKED) & (n >= first + BN)
+        real = tiles.real_values(inside, c, C, EVEN)
+        x, dy, means, sums = x - BN * step, dy - BN * step, means - BN * row_step, sums - BN * row_step
+        ahead_v = tiles.fetch(x + at, real, False)
+        ahead_d = tiles.fetch(dy + at, real, False)
+        ahead_mean = tiles.fetch(means + row, inside, False)
+        ahead_var = tiles.fetch(means + count + row, inside, False)
+        ahead_flat = tiles.fetch(sums + row, inside, False)
+        ahead_along = tiles.fetch(sums + count + row, inside, False)
+        s_F = w_F * tl.rsqrt(var_F + eps)
+        out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT)
         if MASKED:
-            out = tl.where(real, out, 0.0)
-            real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, False)
-        tiles.store(dx + at, out, real, EVEN)
+            out = tl.where(in_this, out, 0.0)
+        tiles.put(dx + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        dx -= BN * step
 
 
 @triton.jit
-def _store_parameters(at, dgamma, dbeta, cs, block, C, BP: tl.constexpr, POOLED: tl.constexpr):
-    """What the positions of a block give together; where sums are pooled, each has those of all: they count once."""
-    counts = tl.arange(0, BP)[:, None] >= 0
-    if POOLED:
-        counts = tl.arange(0, BP)[:, None] + block == 0
-    tl.store(at, tl.sum(tl.where(counts, dgamma, 0.0), 0), mask=cs < C)
-    tl.store(at + C, tl.sum(tl.where(counts, dbeta, 0.0), 0), mask=cs < C)
+def _store_parameters(at, dgamma, dbeta, c, C, KIND: tl.constexpr):
+    """What the positions of a block give together."""
+    if KIND == tiles.ACROSS:
+        dgamma, dbeta = tl.sum(dgamma, 2, keep_dims=True), tl.sum(dbeta, 2, keep_dims=True)
+    tl.store(at + c, dgamma, mask=c < C)
+    tl.store(at + C + c, dbeta, mask=c < C)
 
 
-@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
+@triton.jit(do_not_specialize=["N", "P", "run", "splits", "parts"])
 def sweep(
-    x, dy, dx, hidden, gamma, statistics, partials, rows, ready, inverse_m, counts, N, P, C,
-    stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, run, splits, parts, mix_eps, scale, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr,
-    POOLED: tl.constexpr, SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, WAIT: tl.constexpr,
+    x, dy, dx, hidden, gamma, statistics, partials, sums, rows, inverse_m, counts, N, P, C, run, splits, parts,
+    mix_eps, scale, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
-    ``partials`` are column sums ``[3, splits, P, C]``, of which the second sweep reads ``parts``; ``rows`` is what each
-    block of positions gives to the gradients of gamma and beta, ``[blocks, 2, C]``.
+    ``partials`` are column sums ``[3, splits, P, C]``, of which the second sweep alone reads ``parts``; ``sums`` is
+    what the second sweep needs of each row; ``rows`` is what each block of positions gives to the gradients of gamma
+    and beta, ``[blocks, 2, C]``.
     """
-    turn = tl.program_id(0)
-    if WAIT:
-        turn = tl.atomic_add(ready, 1)
-    block, split = turn // splits, turn % splits
+    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
-    p, cs = block * BP + tl.arange(0, BP), tl.arange(0, BC)
+    _, ps, c = tiles.indices(A, B, L, KIND)
+    p = block * BP + ps
     q, Q = p, P  # where the statistics of a position are, and for how many there are some
     if POOLED:
-        q, Q = p * 0, P * 0 + 1
-    mean_B, r_B = _columns(statistics, q, cs, P, C, eps)
+        q, Q = tl.zeros([1, 1, 1], tl.int32), P * 0 + 1
+    columns = Q.to(tl.int64) * C
+    column, in_column = q.to(tl.int64) * C + c, (q < Q) & (c < C)
+    at, in_at = q.to(tl.int64) * C + c, (q < P) & (c < C)
+    mean_B = tl.load(statistics + at, mask=in_at, other=0.0)
+    r_B = tl.rsqrt(tl.load(statistics + P.to(tl.int64) * C + at, mask=in_at, other=1.0) + eps)
+    g = tiles.parameter(gamma, c, C, 1.0)
     if SUM:
         total, dot_B, dot_F = _sums(
-            x, dy, hidden, statistics, mean_B, p, first, last, N, P, C, stride_n, stride_p, stride_c,
-            dy_stride_n, dy_stride_p, dy_stride_c, eps, BN, BP, BC, FOLD, EVEN, MASKED,
+            x, dy, hidden, statistics, sums, mean_B, g, p, first, last, N, P, C, eps,
+            A, B, L, BN, KIND, EVEN, MASKED, POOLED,
         )  # fmt: skip
-        columns = P.to(tl.int64) * C
-        column, in_column = p.to(tl.int64)[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
-        at = partials + split * columns + column
-        tl.store(at, total, mask=in_column)
-        tl.store(at + splits * columns, dot_B, mask=in_column)
-        tl.store(at + 2 * splits * columns, dot_F, mask=in_column)
-    if SUM and DIFFERENTIATE:
-        tl.debug_barrier()
-    if WAIT:
-        tl.atomic_add(ready + 1 + block, 1, sem="release")
-        while tl.atomic_add(ready + 1 + block, 0, sem="acquire") < splits:
-            pass
-        tl.debug_barrier()
+    if SUM and not DIFFERENTIATE:
+        if POOLED:
+            split, splits = tl.program_id(0), tl.num_programs(0)
+        to = partials + split * columns + column
+        tl.store(to, total, mask=in_column)
+        tl.store(to + splits * columns, dot_B, mask=in_column)
+        tl.store(to + 2 * splits * columns, dot_F, mask=in_column)
     if DIFFERENTIATE:
-        total = tl.zeros([BP, BC], tl.float32)
-        dot_B = tl.zeros([BP, BC], tl.float32)
-        dot_F = tl.zeros([BP, BC], tl.float32)
-        columns = Q.to(tl.int64) * C
-        column, in_column = q.to(tl.int64)[:, None] * C + cs[None, :], (q < Q)[:, None] & (cs < C)[None, :]
-        for part in range(parts):
-            at = partials + part * columns + column
-            total += tl.load(at, mask=in_column, other=0.0, cache_modifier=".cg")
-            dot_B += tl.load(at + parts * columns, mask=in_column, other=0.0, cache_modifier=".cg")
-            dot_F += tl.load(at + 2 * parts * columns, mask=in_column, other=0.0, cache_modifier=".cg")
-        gamma = tiles.parameter(gamma, cs, C, 1.0, BC)
-        count = tl.zeros([BP, 1], tl.float32) + N.to(tl.float32) * (P // Q)
+        if SUM:
+            tl.debug_barrier()  # what rows need was stored by other threads
+        else:
+            total = tl.zeros(column.shape, tl.float32)
+            dot_B = tl.zeros(column.shape, tl.float32)
+            dot_F = tl.zeros(column.shape, tl.float32)
+            for part in range(parts):
+                of = partials + part * columns + column
+                total += tl.load(of, mask=in_column, other=0.0)
+                dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
+                dot_F += tl.load(of + 2 * parts * columns, mask=in_column, other=0.0)
+        count = N.to(tl.float32) * (P // Q)
         if MASKED:
-            count = tl.maximum(tl.load(counts + q, mask=q < Q, other=1.0), 1.0)[:, None]
-            inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)[:, None]
+            count = tl.maximum(tl.load(counts + q, mask=q < Q, other=1.0), 1.0)
+            inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
         if split == 0:
-            dgamma = (w_B * r_B) * dot_B + w_F * dot_F
-            _store_parameters(rows + 2 * block * C + cs, dgamma, total, cs, block, C, BP, POOLED)
-        if MASKED:
-            w_F = tl.trans(w_F)
+            dgamma = tl.where(in_column, (w_B * r_B) * dot_B + w_F * dot_F, 0.0)
+            if POOLED:  # each block has the sums of all: they count once
+                dgamma, total_once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
+                _store_parameters(rows + 2 * block * C, dgamma, total_once, c, C, tiles.NARROW)
+            else:
+                _store_parameters(rows + 2 * block * C, dgamma, total, c, C, KIND)
+        flat_B, along_B = g * total / count, g * dot_B * (r_B * r_B / count)
         _differentiate(
-            x, dy, dx, hidden, gamma, statistics, total, dot_B, mean_B, r_B, w_B, w_F, count, p, first, last,
-            N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, eps, BN, BP, BC, EVEN, MASKED,
+            x, dy, dx, hidden, g, statistics, sums, mean_B, w_B * r_B, flat_B, along_B, w_F, p, first, last,
+            N, P, C, eps, A, B, L, BN, KIND, EVEN, MASKED,
         )  # fmt: skip

@@ -1,11 +1,10 @@
 """Training, forward: Algorithm 1 on slabs ``x[:, p, :]``.
 
 ``resident`` holds whole slabs in registers: one read, one write. Larger ones are swept over twice, first measured, then
-normalized, by one program or by several that share a slab (``sweep``); these wait for each other in between, so that
-the second reading still finds the slab in the cache. Where a slab is the whole input, the two sweeps are launches of
-their own with ``merge`` between them.
+normalized. Where there are slabs enough for all processors one program does both, and finds most of the slab in the
+cache the second time; else several programs share a slab, and the sweeps are launches of their own.
 
-All write one buffer of statistics: batch means and variances ``[P, C]``, feature means and variances ``[P, N]``, the
+All write one buffer of statistics: batch means and variances ``[P, C]``, feature means and variances of each row, the
 averages over samples of these two ``[P]``, and for each program whether the variances it met are finite.
 """
 
@@ -18,9 +17,8 @@ from . import tiles
 
 
 @triton.jit
-def _store_columns(statistics, p, cs, mean_B, var_B, P, C):
-    at = p.to(tl.int64)[:, None] * C + cs[None, :]
-    inside = (p < P)[:, None] & (cs < C)[None, :]
+def _store_columns(statistics, p, c, mean_B, var_B, P, C):
+    at, inside = p.to(tl.int64) * C + c, (p < P) & (c < C)
     tl.store(statistics + at, mean_B, mask=inside)
     tl.store(statistics + P.to(tl.int64) * C + at, var_B, mask=inside)
 
@@ -38,41 +36,41 @@ def _store_finite(statistics, program, check, N, P, C):
     tl.store(statistics + 2 * P.to(tl.int64) * (C + N + 1) + program, tl.where(check == 0, 1.0, 0.0))
 
 
-@triton.jit(do_not_specialize=["N", "P", "C"])
+@triton.jit(do_not_specialize=["N", "P"])
 def resident(
-    x, y, gamma, beta, statistics, inverse_m, N, P, C, stride_n, stride_p, stride_c, mix_eps, scale, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
-    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    n, ps, cs = tl.arange(0, BN), tl.arange(0, BP), tl.arange(0, BC)
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    n, ps, c = tiles.indices(A, B, L, KIND)
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-    g = tiles.parameter(gamma, cs, C, 1.0, BC)
-    b = tiles.parameter(beta, cs, C, 0.0, BC)
-    within = n.to(tl.int64)[:, None, None] * stride_n + cs[None, None, :] * stride_c
+    g = tiles.parameter(gamma, c, C, 1.0)
+    b = tiles.parameter(beta, c, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
     check = 0.0
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
-        at = p.to(tl.int64)[None, :, None] * stride_p + within
-        real = tiles.real_entries(n, p, cs, N, P, C, x, N, False)
-        v = tiles.load(x + at, real, EVEN)
-        mean_F, var_F = tiles.row_statistics(v, real, C, EVEN)
-        mean_B = tl.sum(v, 0) * (1.0 / N)  # eq 10
-        w = v - mean_B[None, :, :]
+        at, in_row = tiles.offset(n, p, c, P, C, KIND), (n < N) & (p < P)
+        real = in_row & (c < C)
+        v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
+        mean_F, var_F = tiles.feature_statistics(v, real, C, KIND, EVEN)
+        mean_B = tiles.over_samples(tiles.fold(v, KIND), KIND, False) * (1.0 / N)  # eq 10
+        w = v - mean_B
         if not EVEN:
             w = tl.where(real, w, 0.0)
-        var_B = tl.sum(w * w, 0) * (1.0 / N)  # eq 11
+        var_B = tiles.over_samples(tiles.fold(w * w, KIND), KIND, False) * (1.0 / N)  # eq 11
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         s_F = w_F * tl.rsqrt(var_F + eps)
-        out = tiles.transform(v, w, mean_B, s_B, mean_F, s_F, g, b, NARROW)
-        tiles.store(y + at, out, real, EVEN)
+        tiles.put(y + at, tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT), real, EVEN)
 
-        _store_columns(statistics, p, cs, mean_B, var_B, P, C)
-        row, in_row = p.to(tl.int64)[None, :] * N + n[:, None], (p < P)[None, :] & (n < N)[:, None]
+        _store_columns(statistics, p, c, mean_B, var_B, P, C)
+        row = tiles.row_offset(n, p, N, P, KIND)
         tl.store(rows + row, mean_F, mask=in_row)
         tl.store(rows + P.to(tl.int64) * N + row, var_F, mask=in_row)
-        average_F, average_var_F = tl.sum(mean_F, 0) * (1.0 / N), tl.sum(var_F, 0) * (1.0 / N)
+        average_F = tiles.over_samples(tiles.fold(mean_F, KIND), KIND, False) * (1.0 / N)
+        average_var_F = tiles.over_samples(tiles.fold(var_F, KIND), KIND, False) * (1.0 / N)
         _store_averages(statistics, p, average_F, average_var_F, N, P, C)
         check += tl.sum(var_B * 0.0) + tl.sum(average_var_F * 0.0)
     _store_finite(statistics, tl.program_id(0), check, N, P, C)
@@ -80,8 +78,9 @@ def resident(
 
 @triton.jit
 def _measure(
-    x, hidden, rows, p, first, last, N, P, C, stride_n, stride_p, stride_c,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr,
+    x, hidden, rows, p, first, last, N, P, C,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the samples ``first`` to ``last``: those of rows are stored; returned are, of columns, the number
     of entries, their mean and squares around it, and the sums of the rows' means and variances.
@@ -89,134 +88,143 @@ def _measure(
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.
     """
-    ns, cs = tl.arange(0, BN), tl.arange(0, BC)
-    base = x + p.to(tl.int64)[None, :, None] * stride_p + cs[None, None, :] * stride_c
-    n = first + ns
-    real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, MASKED)
-    pivot = tl.sum(tiles.load(base + n.to(tl.int64)[:, None, None] * stride_n, real, EVEN), 0)
-    pivot = pivot / (BN if EVEN else tl.maximum(tl.sum(real.to(tl.float32), 0), 1.0))
-    total = tl.zeros([1 if FOLD else BN, BP, BC], tl.float32)
-    square = tl.zeros([1 if FOLD else BN, BP, BC], tl.float32)
-    sum_mean = tl.zeros([BN, BP], tl.float32)
-    sum_var = tl.zeros([BN, BP], tl.float32)
-    count = tl.zeros([BN, BP], tl.float32)
+    ns, _, c = tiles.indices(A, B, L, KIND)
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(in_row, c, C, EVEN)
+    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
+    step, row_step = tiles.strides(P, C, KIND)
+    x, rows = x + first * step, rows + first * row_step
+    ahead = tiles.fetch(x + at, real, EVEN)
+    entries = tiles.entries(in_row, p, BN, KIND, EVEN, POOLED)
+    pivot = tiles.over_samples(tiles.fold(ahead.to(tl.float32), KIND), KIND, POOLED) / tl.maximum(entries, 1.0)
+    total = tiles.fold(ahead.to(tl.float32) * 0.0, KIND)
+    square = total
+    sum_mean = in_row.to(tl.float32) * 0.0
+    sum_var = sum_mean
+    count = entries * 0.0
     for start in range(first, last, BN):
         n = start + ns
-        real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, MASKED)
-        v = tiles.load(base + n.to(tl.int64)[:, None, None] * stride_n, real, EVEN)
-        mean_F, var_F = tiles.row_statistics(v, real, C, EVEN)
-        row, in_row = p.to(tl.int64)[None, :] * N + n[:, None], (p < P)[None, :] & (n < last)[:, None]
-        tl.store(rows + row, mean_F, mask=in_row)
-        tl.store(rows + P.to(tl.int64) * N + row, var_F, mask=in_row)
+        v, in_this, real_now = ahead.to(tl.float32), in_row, real
+        in_row = tiles.real_rows(n + BN, p, last, P, hidden, MASKED)
+        real = tiles.real_values(in_row, c, C, EVEN)
+        x += BN * step
+        ahead = tiles.fetch(x + at, real, False)
+        mean_F, var_F = tiles.feature_statistics(v, real_now, C, KIND, EVEN)
+        tl.store(rows + row, mean_F, mask=(n < last) & (p < P))
+        tl.store(rows + P.to(tl.int64) * N + row, var_F, mask=(n < last) & (p < P))
+        rows += BN * row_step
         sum_mean += mean_F  # 0 where there is no row
         sum_var += var_F
-        w = v - pivot[None, :, :]
+        entries = tiles.entries(in_this, p, BN, KIND, EVEN, POOLED)
+        if MASKED:  # as long as a column has no entry, nothing was summed around anything
+            here = tiles.over_samples(tiles.fold(v, KIND), KIND, POOLED) / tl.maximum(entries, 1.0)
+            pivot = tl.where(count == 0, here, pivot)
+        count += entries
+        w = v - pivot
         if not EVEN:
-            w = tl.where(real, w, 0.0)
-            count += tl.max(real.to(tl.float32), 2)
-        if FOLD:
-            total += tl.sum(w, 0, keep_dims=True)
-            square += tl.sum(w * w, 0, keep_dims=True)
-        else:
-            total += w
-            square += w * w
-    counted = tl.sum(count, 0)
-    if EVEN:
-        counted += last - first
-    divisor = tl.maximum(counted, 1.0)[:, None]
-    moved = tl.sum(total, 0) / divisor
-    squares = tl.sum(square, 0) - moved * moved * divisor
-    return counted, pivot + moved, squares, tl.sum(sum_mean, 0), tl.sum(sum_var, 0)
+            w = tl.where(real_now, w, 0.0)
+        total += tiles.fold(w, KIND)
+        square += tiles.fold(w * w, KIND)
+    divisor = tl.maximum(count, 1.0)
+    moved = tiles.over_samples(total, KIND, POOLED) / divisor
+    squares = tiles.over_samples(square, KIND, POOLED) - moved * moved * divisor
+    sum_mean = tiles.over_samples(tiles.fold(sum_mean, KIND), KIND, POOLED)
+    sum_var = tiles.over_samples(tiles.fold(sum_var, KIND), KIND, POOLED)
+    return count, pivot + moved, squares, sum_mean, sum_var
 
 
 @triton.jit
 def _normalize(
-    x, y, hidden, gamma, beta, rows, mean_B, var_B, w_B, w_F, p, first, last,
-    N, P, C, stride_n, stride_p, stride_c, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr,
+    x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Eqs 14-17 of the samples ``first`` to ``last``; hidden entries become 0."""
-    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    ns, cs = tl.arange(0, BN), tl.arange(0, BC)
-    base = p.to(tl.int64)[None, :, None] * stride_p + cs[None, None, :] * stride_c
-    g = tiles.parameter(gamma, cs, C, 1.0, BC)
-    b = tiles.parameter(beta, cs, C, 0.0, BC)
-    s_B = w_B * g * tl.rsqrt(var_B + eps)
-    for start in range(first, last, BN):
-        n = start + ns
-        real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, MASKED)
-        at = base + n.to(tl.int64)[:, None, None] * stride_n
-        v = tiles.load(x + at, real, EVEN)
-        row, in_row = p.to(tl.int64)[None, :] * N + n[:, None], (p < P)[None, :] & (n < last)[:, None]
-        mean_F = tl.load(rows + row, mask=in_row, other=0.0)
-        s_F = w_F * tl.rsqrt(tl.load(rows + P.to(tl.int64) * N + row, mask=in_row, other=0.0) + eps)
-        out = tiles.transform(v, v - mean_B[None, :, :], mean_B, s_B, mean_F, s_F, g, b, NARROW)
+    """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0."""
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    ns, _, c = tiles.indices(A, B, L, KIND)
+    count = P.to(tl.int64) * N
+    steps = tl.cdiv(last - first, BN)
+    begin = first + (steps - 1) * BN
+    inside = tiles.real_rows(begin + ns, p, last, P, hidden, MASKED)
+    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
+    step, row_step = tiles.strides(P, C, KIND)
+    x, y, rows = x + begin * step, y + begin * step, rows + begin * row_step
+    ahead = tiles.fetch(x + at, tiles.real_values(inside, c, C, EVEN), EVEN)
+    ahead_mean = tl.load(rows + row, mask=inside, other=0.0)
+    ahead_var = tl.load(rows + count + row, mask=inside, other=0.0)
+    for done in range(steps):
+        n = begin - done * BN + ns
+        v, mean_F, var_F = ahead.to(tl.float32), ahead_mean, ahead_var
+        in_this = inside
+        inside = tiles.real_rows(n - BN, p, last, P, hidden, MASKED) & (n >= first + BN)
+        real = tiles.real_values(inside, c, C, EVEN)
+        x -= BN * step
+        rows -= BN * row_step
+        ahead = tiles.fetch(x + at, real, False)
+        ahead_mean = tiles.fetch(rows + row, inside, False)
+        ahead_var = tiles.fetch(rows + count + row, inside, False)
+        out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
-            out = tl.where(real, out, 0.0)
-            real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, False)
-        tiles.store(y + at, out, real, EVEN)
+            out = tl.where(in_this, out, 0.0)
+        tiles.put(y + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        y -= BN * step
 
 
-@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
+@triton.jit(do_not_specialize=["N", "P", "run", "splits", "parts"])
 def sweep(
-    x, y, hidden, gamma, beta, statistics, partials, ready, inverse_m, N, P, C, stride_n, stride_p, stride_c,
-    run, splits, parts, mix_eps, scale, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr,
-    POOLED: tl.constexpr, MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, WAIT: tl.constexpr,
+    x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, MEASURE: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
-    Of the first, ``splits`` programs for each block of positions leave partial results; the second reads ``parts``,
-    which where statistics are ``POOLED`` over positions are those of all.
-    Programs that do both take their turns in the order in which they start, so those a program waits for are running,
-    or will be as soon as others, which wait for nothing that has not begun, are done.
+    Of the first alone, ``splits`` programs for each block of positions leave partial results; the second alone reads
+    ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read.
     """
-    turn = tl.program_id(0)
-    if WAIT:
-        turn = tl.atomic_add(ready, 1)
-    block, split = turn // splits, turn % splits
+    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
-    p, cs = block * BP + tl.arange(0, BP), tl.arange(0, BC)
+    _, ps, c = tiles.indices(A, B, L, KIND)
+    p = block * BP + ps
+    q, Q = p, P  # where the statistics of a position are, and for how many there are some
+    if POOLED:
+        q, Q = tl.zeros([1, 1, 1], tl.int32), P * 0 + 1
     rows = statistics + 2 * P.to(tl.int64) * C
     if MEASURE:
-        count, mean, square, sum_mean, sum_var = _measure(
-            x, hidden, rows, p, first, last, N, P, C, stride_n, stride_p, stride_c, BN, BP, BC, FOLD, EVEN, MASKED
+        count, mean_B, square, sum_mean, sum_var = _measure(
+            x, hidden, rows, p, first, last, N, P, C, A, B, L, BN, KIND, EVEN, MASKED, POOLED
         )
-        _store_part(partials, split, splits, p, cs, count, mean, square, sum_mean, sum_var, P, C)
-    if MEASURE and NORMALIZE:
-        tl.debug_barrier()  # rows and parts were stored by other threads
-    if WAIT:
-        tl.atomic_add(ready + 1 + block, 1, sem="release")
-        while tl.atomic_add(ready + 1 + block, 0, sem="acquire") < splits:
-            pass
-        tl.debug_barrier()
-    if NORMALIZE:
-        q, Q = p, P  # where the statistics of a position are, and for how many there are some
+    if MEASURE and not NORMALIZE:
         if POOLED:
-            q, Q = p * 0, P * 0 + 1
-        count, mean_B, square, sum_mean, sum_var = _join(partials, parts, q, cs, Q, C, BP, BC)
+            split, splits = tl.program_id(0), tl.num_programs(0)
+        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C)
+    if NORMALIZE:
+        if MEASURE:
+            tl.debug_barrier()  # statistics of rows were stored by other threads
+        else:
+            count, mean_B, square, sum_mean, sum_var = _join(partials, parts, q, c, Q, C)
         divisor = tl.maximum(count, 1.0)
-        var_B = square / divisor[:, None]
+        var_B = square / divisor
         if split == 0:
-            _store_columns(statistics, q, cs, mean_B, var_B, P, C)
+            _store_columns(statistics, q, c, mean_B, var_B, P, C)
             _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
             _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
         if MASKED:
-            inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)[:, None]
+            inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-        if MASKED:
-            w_F = tl.trans(w_F)
+        g = tiles.parameter(gamma, c, C, 1.0)
+        b = tiles.parameter(beta, c, C, 0.0)
+        s_B = w_B * g * tl.rsqrt(var_B + eps)
         _normalize(
-            x, y, hidden, gamma, beta, rows, mean_B, var_B, w_B, w_F, p, first, last,
-            N, P, C, stride_n, stride_p, stride_c, eps, BN, BP, BC, EVEN, MASKED,
+            x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
+            A, B, L, BN, KIND, EVEN, MASKED,
         )  # fmt: skip
 
 
 @triton.jit
-def _store_part(partials, split, splits, p, cs, count, mean, square, sum_mean, sum_var, P, C):
+def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C):
     """Partial results: means, squares ``[splits, P, C]``; counts, sums of rows' means and variances ``[splits, P]``."""
     columns = P.to(tl.int64) * C
-    column, in_column = p.to(tl.int64)[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
+    column, in_column = p.to(tl.int64) * C + c, (p < P) & (c < C)
     tl.store(partials + split * columns + column, mean, mask=in_column)
     tl.store(partials + (splits + split) * columns + column, square, mask=in_column)
     at = partials + 2 * splits * columns + split * P + p
@@ -226,40 +234,34 @@ def _store_part(partials, split, splits, p, cs, count, mean, square, sum_mean, s
 
 
 @triton.jit
-def _join(partials, parts, p, cs, P, C, BP: tl.constexpr, BC: tl.constexpr):
-    """All parts together: means weighted by counts, squares moved to the common mean. Read past the first cache."""
+def _join(partials, parts, p, c, P, C):
+    """All parts together: means weighted by counts, squares moved to the common mean."""
     columns = P.to(tl.int64) * C
-    column, in_column = p.to(tl.int64)[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
+    column, in_column = p.to(tl.int64) * C + c, (p < P) & (c < C)
     counts = partials + 2 * parts * columns + p
-    count = tl.zeros([BP], tl.float32)
-    sum_mean = tl.zeros([BP], tl.float32)
-    sum_var = tl.zeros([BP], tl.float32)
-    mean = tl.zeros([BP, BC], tl.float32)
+    count = tl.zeros(p.shape, tl.float32)
+    sum_mean = tl.zeros(p.shape, tl.float32)
+    sum_var = tl.zeros(p.shape, tl.float32)
+    mean = tl.zeros(column.shape, tl.float32)
     for part in range(parts):
-        has = tl.load(counts + part * P, mask=p < P, other=0.0, cache_modifier=".cg")
+        has = tl.load(counts + part * P, mask=p < P, other=0.0)
         count += has
-        sum_mean += tl.load(counts + (parts + part) * P, mask=p < P, other=0.0, cache_modifier=".cg")
-        sum_var += tl.load(counts + (2 * parts + part) * P, mask=p < P, other=0.0, cache_modifier=".cg")
-        mean += has[:, None] * tl.load(
-            partials + part * columns + column, mask=in_column, other=0.0, cache_modifier=".cg"
-        )
-    mean = mean / tl.maximum(count, 1.0)[:, None]
-    square = tl.zeros([BP, BC], tl.float32)
+        sum_mean += tl.load(counts + (parts + part) * P, mask=p < P, other=0.0)
+        sum_var += tl.load(counts + (2 * parts + part) * P, mask=p < P, other=0.0)
+        mean += has * tl.load(partials + part * columns + column, mask=in_column, other=0.0)
+    mean = mean / tl.maximum(count, 1.0)
+    square = tl.zeros(column.shape, tl.float32)
     for part in range(parts):
-        has = tl.load(counts + part * P, mask=p < P, other=0.0, cache_modifier=".cg")
+        has = tl.load(counts + part * P, mask=p < P, other=0.0)
         at = partials + part * columns + column
-        moved = tl.load(at, mask=in_column, other=0.0, cache_modifier=".cg") - mean
-        inside = tl.load(at + parts * columns, mask=in_column, other=0.0, cache_modifier=".cg")
-        square += inside + has[:, None] * moved * moved
+        moved = tl.load(at, mask=in_column, other=0.0) - mean
+        square += tl.load(at + parts * columns, mask=in_column, other=0.0) + has * moved * moved
     return count, mean, square, sum_mean, sum_var
 
 
-@triton.jit(do_not_specialize=["P", "C", "parts"])
+@triton.jit(do_not_specialize=["P", "parts"])
 def merge(partials, joined, P, C, parts, BS: tl.constexpr, BLOCK: tl.constexpr):
-    """Many parts joined into one, in the same layout: for ``sweep``, which would read all of them in each program.
-
-    Parts of ``[splits, P, C]`` are parts of ``[splits * P, 1, C]`` too: so they are joined where statistics are pooled.
-    """
+    """Many parts joined into one, in the same layout: for ``sweep``, which would read all of them in each program."""
     columns = P.to(tl.int64) * C
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     p, inside = at // C, at < columns

@@ -17,9 +17,9 @@ from .. import formula
 from ..config import StatisticsConfig
 from ..formula import Statistics
 from ..functional import current
-from . import forward, launch, tiles
-from .slabs import Entries, Options, Slabs, choose, gradients, options, processors, transform
-from .training import statistics_size
+from . import launch, tiles
+from .slabs import Entries, Options, Slabs, across, choose, gradients, options, processors, transform
+from .training import measure, statistics_size
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -64,16 +64,16 @@ class _Infer(torch.autograd.Function):
         n, p, c = x.shape
         y = torch.empty_like(x)
         batch_mean, batch_var = _batch(x, left, numbers, kept, config)
-        _, stride_p, stride_c = x.stride()
         chosen = launch.inference(
-            n, p, c, positions_last=stride_p < stride_c, masked=left is not None, processors=processors(x.device)
-        )
+            n, p, c, itemsize=x.element_size(), across=across(x), masked=left is not None,
+            processors=processors(x.device),
+        )  # fmt: skip
         hidden, _, own = left or (None, None, numbers.inverse_m)
         _normalize[(chosen.blocks, chosen.splits)](
             x, y, hidden, gamma, beta, batch_mean, batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
-            kept.updates, own, kept.inverse_m.numel(), n, p, c, *x.stride(), chosen.run,
+            kept.updates, own, kept.inverse_m.numel(), n, p, c, chosen.run,
             numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
-            MASKED=left is not None, POOLED=numbers.pooled, **chosen.tile,
+            SWAPPED=chosen.swapped, MASKED=left is not None, POOLED=numbers.pooled, **chosen.constants,
         )  # fmt: skip
         ctx.rest = left, numbers, kept, config
         ctx.save_for_backward(x, gamma, beta, *kept.buffers())  # so that a change of the population is noticed
@@ -91,20 +91,11 @@ def _batch(
     """Eqs 18, 19."""
     if not config.uses_batch:
         return kept.batch_mean, kept.batch_var
-    n, p, c = x.shape
+    c = x.shape[2]
     chosen = choose(x, True, numbers.pooled, backward=False)  # as for a mask: swept over, not held
-    statistics, columns = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device), p * (2 * c + 3)
-    partials = torch.empty(chosen.splits * columns, dtype=torch.float32, device=x.device)
-    hidden, _, weight = left or (None, None, numbers.inverse_m)
-    forward.sweep[(chosen.blocks * chosen.splits,)](
-        x, x, hidden, None, None, statistics, partials, None, weight, n, p, c, *x.stride(),
-        chosen.run, chosen.splits, 1,
-        numbers.mix_eps, numbers.scale, numbers.eps, FOLD=chosen.fold, MASKED=left is not None, POOLED=numbers.pooled,
-        MEASURE=True, NORMALIZE=False, WAIT=False, **chosen.tile,
-    )  # fmt: skip
-    q, parts = (1, chosen.splits * p) if numbers.pooled else (p, chosen.splits)
-    joined = torch.empty(q * (2 * c + 3), dtype=torch.float32, device=x.device)
-    forward.merge[(launch.cdiv(q * c, 32),)](partials, joined, q, c, parts, BS=64, BLOCK=32)
+    statistics = torch.empty(statistics_size(*x.shape), dtype=torch.float32, device=x.device)
+    q = 1 if numbers.pooled else x.shape[1]
+    joined, _ = measure(x, statistics, left, numbers, chosen, most=0)
     mean, square, real = joined[: q * c], joined[q * c : 2 * q * c], joined[2 * q * c : 2 * q * c + q]
     var = square.view(q, c) / real.clamp(min=1)[:, None]
     known_mean, known_var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
@@ -143,12 +134,12 @@ def _plain_inference(
     return y if mask is None else torch.where(mask[..., None], y, 0)
 
 
-@triton.jit(do_not_specialize=["N", "P", "C", "run", "known"])
+@triton.jit(do_not_specialize=["N", "P", "run", "known"])
 def _normalize(
     x, y, hidden, gamma, beta, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, own_inverse_m,
-    known, N, P, C, stride_n, stride_p, stride_c, run, mix_eps, scale, eps,
-    MEAN_F: tl.constexpr, VAR_F: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    known, N, P, C, run, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Eqs 20-25 of a run of samples of some positions.
 
@@ -158,13 +149,17 @@ def _normalize(
         inverse_m, updates: The population's ``1/m`` and counters, for ``known`` positions.
         own_inverse_m: The input's, a number or under a mask ``[P]``, for positions that saw no mini-batch.
         MEAN_F, VAR_F: Take the feature mean, the feature deviation from the population.
+        SWAPPED: The rows of a tile are positions, not samples.
     """
-    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    p, ns, cs = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN), tl.arange(0, BC)
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    ns, ps, c = tiles.indices(A, B, L, KIND)
+    if SWAPPED:
+        ns, ps = ps, ns
+    p = tl.program_id(0) * BP + ps
     first = tl.program_id(1) * run
     last = tl.minimum(N, first + run)
-    g = tiles.parameter(gamma, cs, C, 1.0, BC)
-    b = tiles.parameter(beta, cs, C, 0.0, BC)
+    g = tiles.parameter(gamma, c, C, 1.0)
+    b = tiles.parameter(beta, c, C, 0.0)
     q = p  # where the statistics of a position are
     if POOLED:
         q = p * 0
@@ -174,29 +169,35 @@ def _normalize(
     w_B, w_F = tiles.weights(
         tl.where(seen, tl.load(inverse_m + q, mask=p < P, other=1.0), own_inverse_m), mix_eps, scale
     )
-    column, in_column = q.to(tl.int64)[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
+    column, in_column = q.to(tl.int64) * C + c, (p < P) & (c < C)
     mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
-    s_B = w_B[:, None] * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
-    base = p.to(tl.int64)[None, :, None] * stride_p + cs[None, None, :] * stride_c
+    s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(in_row, c, C, EVEN)
+    at = tiles.offset(ns, p, c, P, C, KIND)
+    step, _ = tiles.strides(P, C, KIND)
+    x, y = x + first * step, y + first * step
+    ahead = tiles.fetch(x + at, real, EVEN)
     for start in range(first, last, BN):
         n = start + ns
-        real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, MASKED)
-        at = base + n.to(tl.int64)[:, None, None] * stride_n
-        v = tiles.load(x + at, real, EVEN)
+        v, in_this, real_now = ahead.to(tl.float32), in_row, real
+        in_row = tiles.real_rows(n + BN, p, last, P, hidden, MASKED)
+        real = tiles.real_values(in_row, c, C, EVEN)
+        x += BN * step
+        ahead = tiles.fetch(x + at, real, False)
         if MEAN_F:
-            mean_F = tl.load(feature_mean + q, mask=p < P, other=0.0)[None, :] + tl.zeros([BN, BP], tl.float32)
+            mean_F = tl.load(feature_mean + q, mask=p < P, other=0.0)
         else:
-            mean_F = tl.sum(v, 2) * (1.0 / C)  # eq 20
+            mean_F = tiles.over_features(v, KIND) * (1.0 / C)  # eq 20
         if VAR_F:
-            var_F = tl.load(feature_var + q, mask=p < P, other=1.0)[None, :] + tl.zeros([BN, BP], tl.float32)
+            var_F = tl.load(feature_var + q, mask=p < P, other=1.0)
         else:  # around the mean that was chosen
-            u = v - mean_F[:, :, None]
+            u = v - mean_F
             if not EVEN:
-                u = tl.where(real, u, 0.0)
-            var_F = tl.sum(u * u, 2) * (1.0 / C)  # eq 21
-        s_F = w_F[None, :] * tl.rsqrt(var_F + eps)
-        out = tiles.transform(v, v - mean_B[None, :, :], mean_B, s_B, mean_F, s_F, g, b, NARROW)
+                u = tl.where(real_now, u, 0.0)
+            var_F = tiles.over_features(u * u, KIND) * (1.0 / C)  # eq 21
+        out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
-            out = tl.where(real, out, 0.0)
-            real = tiles.real_entries(n, p, cs, last, P, C, hidden, N, False)
-        tiles.store(y + at, out, real, EVEN)
+            out = tl.where(in_this, out, 0.0)
+        tiles.put(y + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        y += BN * step

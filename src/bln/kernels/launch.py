@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-_RESIDENT = 16384  # values of a slab that registers hold; half of it in backward, which has two tensors and more sums
-_SHARE = 96 * 1024  # bytes of a slab for one program, where several share it
-_SHARERS = 16  # programs that may wait for each other: few enough to run at the same time whatever else runs
+from . import tiles
+
+_ACROSS = 512  # features at most where positions lie side by side: a thread has a few of all of them
+_RESIDENT = 4096  # values of a slab that registers hold
+_LANES = 32  # positions of a tile where they lie side by side: a warp's threads
 
 
 def power_of_two(value: int) -> int:
@@ -20,49 +22,97 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def across(p: int, c: int) -> bool:
+    """Whether the kernels take ``p`` positions side by side; else they want a copy with features last."""
+    return c <= _ACROSS and p * c < 2**26  # offsets within a tile of up to 32 samples have 32 bits
+
+
 @dataclass(frozen=True)
 class Launch:
     """How to go through ``x[n, p, c]``.
 
     Attributes:
-        samples, positions, features: The tile; all features are in it.
+        kind: The arrangement of a tile, one of ``tiles``.
+        tile: Its extents; all features are in it.
         even: Tiles cover the input exactly.
         warps: For each program.
-        resident: Whole slabs are held in registers.
         blocks: Tiles along positions.
+        resident: Whole slabs are held in registers.
         programs: Of a resident grid, which goes from block to block.
         stages: Blocks a resident grid loads ahead.
-        splits: Runs the samples of a block are split into, where it is swept over.
+        splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
+            are two launches.
         run: Samples of each.
-        together: The programs that share a block wait for each other between the sweeps. Otherwise, if there are
-            several, the sweeps are two launches.
-        fold: Column sums are added up in each iteration: each thread has the same columns of all samples of a tile.
+        swapped: The rows of a tile are positions, not samples.
     """
 
-    samples: int
-    positions: int
-    features: int
+    kind: int
+    tile: tuple[int, int, int]
     even: bool
     warps: int
-    resident: bool
     blocks: int
+    resident: bool = False
     programs: int = 0
     stages: int = 1
     splits: int = 1
     run: int = 0
-    together: bool = False
-    fold: bool = False
+    swapped: bool = False
 
     @property
-    def tile(self) -> dict[str, int | bool]:
+    def samples(self) -> int:
+        """Of a tile."""
+        return 1 if self.swapped else _rows(self.kind, self.tile)
+
+    @property
+    def positions(self) -> int:
+        """Of a tile."""
+        if self.swapped:
+            return _rows(self.kind, self.tile)
+        return self.tile[2] if self.kind == tiles.ACROSS else 1
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
         """What every kernel is launched with. Multiplications and additions may be fused, as Triton long did."""
-        tile = {"BN": self.samples, "BP": self.positions, "BC": self.features, "EVEN": self.even}
-        return {**tile, "num_warps": self.warps, "enable_fp_fusion": True}
+        a, b, last = self.tile
+        shape = {"A": a, "B": b, "L": last, "BN": self.samples, "BP": self.positions, "KIND": self.kind}
+        return {**shape, "EVEN": self.even, "num_warps": self.warps, "enable_fp_fusion": True}
 
     @property
     def flags(self) -> int:
         """How many programs say whether what they met is finite."""
         return self.programs if self.resident else self.blocks
+
+
+def _rows(kind: int, tile: tuple[int, int, int]) -> int:
+    return {tiles.NARROW.value: tile[0] * tile[1], tiles.WIDE.value: tile[1], tiles.ACROSS.value: tile[0]}[kind]
+
+
+def arrange(
+    n: int, c: int, itemsize: int, across: bool, warps: int, values: int
+) -> tuple[int, tuple[int, int, int]]:
+    """A tile of at most so many values for each thread, and not more samples than there are."""
+    features, samples = power_of_two(c), power_of_two(n)
+    if across:
+        return tiles.ACROSS.value, (max(1, min(samples, values * warps // features)), features, _LANES)
+    side = 16 // itemsize  # values a thread reads at once
+    warp = 32 * side
+    if features <= warp:
+        rows = min(samples, warps * warp // features)
+        return tiles.NARROW.value, (max(1, min(samples // rows, values // side)), rows, features)
+    pieces = max(1, min(values // side, features // warp))
+    row = features // pieces
+    return tiles.WIDE.value, (pieces, max(1, min(samples, warps * warp // row)), row)
+
+
+def swept(
+    n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, warps: int, values: int, splits: int
+) -> Launch:
+    """A launch that sweeps over slabs."""
+    kind, tile = arrange(n, c, itemsize, across, warps, values)
+    samples, positions = _rows(kind, tile), tile[2] if across else 1
+    run = cdiv(cdiv(n, splits), samples) * samples
+    even = not masked and n % samples == 0 and power_of_two(c) == c and p % positions == 0
+    return Launch(kind, tile, even, warps, cdiv(p, positions), splits=cdiv(n, run), run=run)
 
 
 @lru_cache(maxsize=4096)
@@ -73,7 +123,7 @@ def training(
     *,
     backward: bool,
     itemsize: int,
-    positions_last: bool,
+    across: bool,
     masked: bool,
     pooled: bool,
     processors: int,
@@ -86,87 +136,41 @@ def training(
         c: Features.
         backward: Two tensors are read, and three sums kept for each column.
         itemsize: Bytes of a value.
-        positions_last: Positions, not features, lie side by side in memory.
+        across: Positions, not features, lie side by side in memory.
         masked: Some entries are hidden.
         pooled: Statistics are those of all positions together.
         processors: Multiprocessors of the device.
     """
-    features, all_samples = power_of_two(c), power_of_two(n)
-    line = 32 // itemsize  # values in the shortest stretch that memory hands out
-    positions = line if positions_last and p > 1 else 1
-    limit = _RESIDENT // (2 if backward else 1) // (2 if positions > 1 else 1)
-    if not (masked or pooled) and all_samples * features * positions <= limit:
-        # Tiny slabs are packed, as long as all processors have some.
-        while all_samples * features * positions < 1024 and cdiv(p, 2 * positions) >= 4 * processors:
-            positions *= 2
-        values = all_samples * features * positions
-        each = 1024 if itemsize == 4 or positions_last or backward else 2048  # for a warp; more do not fit registers
-        warps = max(1, min(16, values // each))
-        blocks = cdiv(p, positions)
-        return Launch(
-            all_samples,
-            positions,
-            features,
-            even=all_samples == n and features == c and p % positions == 0,
-            warps=warps,
-            resident=True,
-            blocks=blocks,
-            programs=min(blocks, processors * max(1, (16 if backward else 8) // warps)),
-            stages=3 if values * itemsize <= 32768 else 2,
-        )
+    features, samples = power_of_two(c), power_of_two(n)
+    slab = features * samples
+    if not (masked or pooled or across) and slab <= _RESIDENT:
+        each = 1024 if backward or itemsize == 4 else 2048  # values for a warp
+        warps = max(1, slab // each)
+        kind, tile = arrange(n, c, itemsize, across, warps, slab)
+        even = samples == n and features == c
+        programs = min(p, processors * max(1, 16 // warps))
+        return Launch(kind, tile, even, warps, p, True, programs, stages=3 if itemsize < 4 else 1)
 
-    if positions_last and p > 1:
-        # Runs of positions, so that neighbouring threads read neighbouring values.
-        positions = max(line, min(32, power_of_two(p), 4096 // features))
-        warps = max(1, min(16, positions * features // 512))
-        samples = 1
-    else:
-        # 512 values for each warp, 1,024 of narrow rows, whose sums take fewer registers.
-        warps = max(1, min(8, features // 512))
-        samples = max(1, min(all_samples, (1024 if features <= 256 else 512) * warps // features))
-    blocks = cdiv(p, positions)
-    shares = min(cdiv(n, 2 * samples), max(1, n * c * positions * itemsize // _SHARE))
-    together = not pooled and (blocks * min(shares, _SHARERS) >= 2 * processors or shares <= _SHARERS)
-    splits = min(shares, _SHARERS) if together else min(cdiv(n, 2 * samples), cdiv(8 * processors, blocks))
-    run = cdiv(cdiv(n, splits), samples) * samples
-    splits = cdiv(n, run)
-    return Launch(
-        samples,
-        positions,
-        features,
-        even=not masked and n % samples == 0 and features == c and p % positions == 0,
-        warps=warps,
-        resident=False,
-        blocks=blocks,
-        splits=splits,
-        run=run,
-        together=together and splits > 1,
-        fold=samples == 1 or (positions == 1 and features * itemsize >= 512 * warps),
-    )
+    warps = max(1, min(16, features // 16)) if across else 4
+    blocks = cdiv(p, _LANES) if across else p
+    wanted = 16 * processors // warps  # programs that fill the processors
+    splits = 1 if blocks >= wanted // 4 and not across else min(cdiv(n, 8), cdiv(wanted, blocks))
+    return swept(
+        n, p, c, itemsize=itemsize, across=across, masked=masked, warps=warps,
+        values=16 if backward else 32, splits=splits,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def inference(n: int, p: int, c: int, *, positions_last: bool, masked: bool, processors: int) -> Launch:
-    """The heuristic for inference. The rows of a tile, and so the order a row is summed in, are the same for any n."""
+def inference(n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, processors: int) -> Launch:
+    """The heuristic for inference. Rows are summed in the same order for any n."""
     features = power_of_two(c)
-    warps = max(1, min(8, features // 512))
-    rows = max(1, 1024 * warps // features)
-    if positions_last and p > 1:
-        samples, positions = 1, max(8, min(32, rows))
-        warps = max(1, min(16, positions * features // 512))
-    else:
-        samples = min(power_of_two(n), rows)
-        positions = rows // samples
+    warps = max(1, min(16, features // 16)) if across else 4
+    swapped = not across and n < 8
+    kind, tile = arrange(p if swapped else n, c, itemsize, across, warps, 32)
+    rows = _rows(kind, tile)
+    samples, positions = (1, rows) if swapped else (rows, tile[2] if across else 1)
     blocks = cdiv(p, positions)
-    run = samples * max(1, min(8, n * blocks // (samples * 16 * processors)))
-    return Launch(
-        samples,
-        positions,
-        features,
-        even=not masked and n % samples == 0 and features == c and p % positions == 0,
-        warps=warps,
-        resident=False,
-        blocks=blocks,
-        splits=cdiv(n, run),
-        run=run,
-    )
+    run = samples * max(1, min(16, n * blocks // (samples * 8 * processors)))
+    even = not masked and n % samples == 0 and features == c and p % positions == 0
+    return Launch(kind, tile, even, warps, blocks, splits=cdiv(n, run), run=run, swapped=swapped)

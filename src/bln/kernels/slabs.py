@@ -39,7 +39,7 @@ class Entries(NamedTuple):
 
 
 class Slabs(NamedTuple):
-    """An input seen as ``x[n, p, c]``, without a copy where it has neither gaps nor repetitions."""
+    """An input seen as ``x[n, p, c]``: features last, or second; what lies otherwise in memory is copied."""
 
     x: Tensor
     rows: torch.Size  # of the input with features last
@@ -51,7 +51,7 @@ class Slabs(NamedTuple):
         rows = x if channel_dim == x.dim() - 1 else x.movedim(channel_dim, -1)
         n, d = rows.shape[0], rows.shape[-1]
         slabs = rows.reshape(n, -1, d)
-        if not (slabs.is_contiguous() or slabs.transpose(1, 2).is_contiguous()):
+        if not (slabs.is_contiguous() or (launch.across(*slabs.shape[1:]) and slabs.transpose(1, 2).is_contiguous())):
             slabs = slabs.contiguous()
         if not per_position and slabs.is_contiguous():
             slabs = slabs.view(-1, 1, d)
@@ -66,7 +66,7 @@ class Slabs(NamedTuple):
         if mask is None:
             return None
         m, real = (at_least_one(c) for c in count(self.rows[:-1], mask, per_position))
-        hidden = (~mask).reshape(self.x.shape[:2]).view(torch.uint8)
+        hidden = (~mask).reshape(self.x.shape[:2]).to(torch.uint8)
         return Entries(hidden, real.reshape(-1).float(), (1 / m).reshape(-1).float())  # type: ignore[union-attr]
 
 
@@ -76,14 +76,18 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def across(x: Tensor) -> bool:
+    """Whether positions, not features, lie side by side in memory."""
+    return not x.is_contiguous()
+
+
 def choose(x: Tensor, masked: bool, pooled: bool, backward: bool) -> launch.Launch:
     """How to launch a training kernel on slabs."""
-    _, stride_p, stride_c = x.stride()
     return launch.training(
         *x.shape,
         backward=backward,
         itemsize=x.element_size(),
-        positions_last=stride_p < stride_c,
+        across=across(x),
         masked=masked,
         pooled=pooled,
         processors=processors(x.device),

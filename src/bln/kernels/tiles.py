@@ -1,7 +1,16 @@
-"""What all kernels share: tiles of ``x[n, p, c]`` with all features in them, and the statistics of their rows.
+"""What all kernels share: tiles of ``x[n, p, c]`` in three arrangements, and sums over them.
 
-A tile is ``BN samples x BP positions x BC features``. ``EVEN`` says that tiles cover the input exactly, so that nothing
-has to be masked: a third of the instructions.
+The threads of a warp lie along the last dimension ``L`` of a tile, the warps along a dimension ``B``; along the other,
+``A``, each thread holds everything itself.
+
+              A         B         L
+    NARROW    samples   samples   features    a row of features within a warp
+    WIDE      features  samples   features    a row within one warp or a few
+    ACROSS    samples   features  positions   positions lie side by side in memory, and each thread has its own
+
+Which of the first two dimensions the compiler gives to warps has changed between its versions: see ``WARPS``. Indices and sums keep three dimensions, those they do not depend on being 1, so that everything else is written once.
+Columns are what depends on features and positions, rows what depends on samples and positions. ``EVEN`` says that tiles
+cover the input exactly, so that nothing has to be masked.
 """
 
 from __future__ import annotations
@@ -9,29 +18,91 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NARROW = tl.constexpr(0)
+WIDE = tl.constexpr(1)
+ACROSS = tl.constexpr(2)
+WARPS = tl.constexpr(int(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)))  # where B stands
+HELD = tl.constexpr(1 - WARPS.value)  # where A stands
+
 
 @triton.jit
-def real_entries(n, p, c, last, P, C, hidden, N, MASKED: tl.constexpr):
-    """Which values of the tile exist, and are not hidden: ``hidden[n, p]`` is 0 at real entries."""
-    real = (n < last)[:, None, None] & ((p < P)[None, :, None] & (c < C)[None, None, :])
+def indices(A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, KIND: tl.constexpr):
+    """Samples, positions and features of a tile."""
+    if HELD == 0:
+        a, b = tl.arange(0, A)[:, None, None], tl.arange(0, B)[None, :, None]
+    else:
+        a, b = tl.arange(0, A)[None, :, None], tl.arange(0, B)[:, None, None]
+    last = tl.arange(0, L)[None, None, :]
+    one = tl.zeros([1, 1, 1], tl.int32)
+    if KIND == NARROW:
+        n, p, c = a * B + b, one, last
+    elif KIND == WIDE:
+        n, p, c = b, one, a * L + last
+    else:
+        n, p, c = a, last, b
+    return n, p, c
+
+
+@triton.jit
+def offset(n, p, c, P, C, KIND: tl.constexpr):
+    """Where values are. Nothing is known about P, so that each thread reads one position, not some side by side."""
+    if KIND == ACROSS:
+        at = (n * C + c) * P + p
+    else:
+        at = (n.to(tl.int64) * P + p) * C + c
+    return at
+
+
+@triton.jit
+def row_offset(n, p, N, P, KIND: tl.constexpr):
+    """Where something is that there is for each row."""
+    if KIND == ACROSS:
+        at = n * P + p
+    else:
+        at = p.to(tl.int64) * N + n
+    return at
+
+
+@triton.jit
+def strides(P, C, KIND: tl.constexpr):
+    """From a sample to the next: of values, and of rows."""
+    row = P.to(tl.int64)
+    if KIND != ACROSS:
+        row = P.to(tl.int64) * 0 + 1
+    return P.to(tl.int64) * C, row
+
+
+@triton.jit
+def real_rows(n, p, last, P, hidden, MASKED: tl.constexpr):
+    """Which rows exist, and are not hidden: ``hidden[n, p]`` is 0 at real entries."""
+    real = (n >= 0) & (n < last) & (p < P)
     if MASKED:
-        row = n.to(tl.int64)[:, None] * P + p[None, :]
-        shown = tl.load(hidden + row, mask=(n < last)[:, None] & (p < P)[None, :], other=1) == 0
-        real = real & shown[:, :, None]
+        real = real & (tl.load(hidden + n.to(tl.int64) * P + p, mask=real, other=1) == 0)
     return real
 
 
 @triton.jit
-def load(pointers, real, EVEN: tl.constexpr):
-    """The tile, as float32; 0 where there is nothing."""
-    if EVEN:
-        return tl.load(pointers).to(tl.float32)
-    return tl.load(pointers, mask=real, other=0.0).to(tl.float32)
+def real_values(in_row, c, C, EVEN: tl.constexpr):
+    """Which values exist, in rows that do."""
+    real = in_row
+    if not EVEN:
+        real = in_row & (c < C)
+    return real
 
 
 @triton.jit
-def store(pointers, values, real, EVEN: tl.constexpr):
-    """The tile, in the type of the tensor."""
+def fetch(pointers, real, EVEN: tl.constexpr):
+    """A tile, in its own type; 0 where there is nothing."""
+    if EVEN:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=real, other=0.0)
+    return tile
+
+
+@triton.jit
+def put(pointers, values, real, EVEN: tl.constexpr):
+    """A tile, in the type of the tensor."""
     if EVEN:
         tl.store(pointers, values.to(pointers.dtype.element_ty))
     else:
@@ -39,21 +110,67 @@ def store(pointers, values, real, EVEN: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(v, real, C, EVEN: tl.constexpr):
-    """Mean and variance over features, of values already in registers: the mean first, then the squares around it."""
-    mean = tl.sum(v, 2) * (1.0 / C)  # eq 12
-    u = v - mean[:, :, None]
-    if not EVEN:
-        u = tl.where(real, u, 0.0)
-    return mean, tl.sum(u * u, 2) * (1.0 / C)  # eq 13
+def over_features(t, KIND: tl.constexpr):
+    """For each row."""
+    if KIND == NARROW:
+        total = tl.sum(t, 2, keep_dims=True)
+    elif KIND == WIDE:
+        total = tl.sum(tl.sum(t, HELD, keep_dims=True), 2, keep_dims=True)
+    else:
+        total = tl.sum(t, WARPS, keep_dims=True)
+    return total
 
 
 @triton.jit
-def parameter(pointer, cs, C, default: tl.constexpr, BC: tl.constexpr):
-    """Gamma or beta, as a row."""
+def fold(t, KIND: tl.constexpr):
+    """Over those samples a thread has itself: what a loop adds up."""
+    total = t
+    if KIND != WIDE:
+        total = tl.sum(t, HELD, keep_dims=True)
+    return total
+
+
+@triton.jit
+def over_samples(t, KIND: tl.constexpr, POOLED: tl.constexpr):
+    """Of what was folded: for each column, where statistics are pooled those of all positions of the tile together."""
+    total = t
+    if KIND != ACROSS:
+        total = tl.sum(t, WARPS, keep_dims=True)
+    elif POOLED:
+        total = tl.sum(t, 2, keep_dims=True)
+    return total
+
+
+@triton.jit
+def entries(in_row, p, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, POOLED: tl.constexpr):
+    """How many of the rows of a tile enter each column."""
+    if EVEN and POOLED:
+        count = tl.zeros([1, 1, 1], tl.float32) + BN * p.shape[2]
+    elif EVEN:
+        count = tl.zeros(p.shape, tl.float32) + BN
+    else:
+        count = over_samples(fold(in_row.to(tl.float32), KIND), KIND, POOLED)
+    return count
+
+
+@triton.jit
+def feature_statistics(v, real, C, KIND: tl.constexpr, EVEN: tl.constexpr):
+    """Eqs 12 and 13, of values already in registers: the mean first, then the squares around it."""
+    mean = over_features(v, KIND) * (1.0 / C)
+    u = v - mean
+    if not EVEN:
+        u = tl.where(real, u, 0.0)
+    return mean, over_features(u * u, KIND) * (1.0 / C)
+
+
+@triton.jit
+def parameter(pointer, c, C, default: tl.constexpr):
+    """Gamma or beta."""
     if pointer is None:
-        return tl.full([1, BC], default, tl.float32)
-    return tl.load(pointer + cs, mask=cs < C, other=0.0).to(tl.float32)[None, :]
+        value = tl.full(c.shape, default, tl.float32)
+    else:
+        value = tl.load(pointer + c, mask=c < C, other=0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -63,18 +180,19 @@ def weights(inverse_m, mix_eps, scale):
 
 
 @triton.jit
-def transform(v, w, mean_B, s_B, mean_F, s_F, g, b, NARROW: tl.constexpr):
+def transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT: tl.constexpr):
     """Eqs 14-17 as one multiplication and one addition for each value.
 
     Args:
         v: The values.
-        w: Their distances to the batch means.
         mean_B, s_B: Batch means and gamma * w_B / sigma_B, of columns.
         mean_F, s_F: Feature means and w_F / sigma_F, of rows.
         g, b: Gamma and beta.
-        NARROW: The values have 11 bits or fewer, so it does no harm that means cancel to 24.
+        SHORT: The values have 11 bits or fewer, so it does no harm that means cancel to 24.
     """
-    slope = s_F[:, :, None] * g[None, :, :] + s_B[None, :, :]
-    if NARROW:
-        return v * slope + ((b - mean_B * s_B)[None, :, :] - (mean_F * s_F)[:, :, None] * g[None, :, :])
-    return w * slope + (((mean_B[None, :, :] - mean_F[:, :, None]) * s_F[:, :, None]) * g[None, :, :] + b[None, :, :])
+    slope = s_F * g + s_B
+    if SHORT:
+        y = v * slope + ((b - mean_B * s_B) - (mean_F * s_F) * g)
+    else:
+        y = (v - mean_B) * slope + (((mean_B - mean_F) * s_F) * g + b)
+    return y

@@ -11,7 +11,7 @@ from .. import formula
 from ..formula import Statistics
 from ..functional import current
 from . import backward, forward, launch, population
-from .slabs import Entries, Options, Slabs, choose, gradients, options, transform
+from .slabs import Entries, Options, Slabs, across, choose, gradients, options, transform
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -51,11 +51,13 @@ def train(
     columns = slabs.rows[1:] if per_position else slabs.rows[-1:]
     if slabs.pooled:
         batch_mean, batch_var = batch_mean[:d], batch_var[:d]
+    if not across(slabs.x):
+        feature_mean, feature_var = feature_mean.view(p, n).T, feature_var.view(p, n).T
     return y, Statistics(
         batch_mean.view(columns),
         batch_var.view(columns),
-        feature_mean.view(p, n).T.reshape(slabs.rows[:-1]),
-        feature_var.view(p, n).T.reshape(slabs.rows[:-1]),
+        feature_mean.reshape(slabs.rows[:-1]),
+        feature_var.reshape(slabs.rows[:-1]),
         x.new_full((), 1 / x.shape[0], dtype=torch.float32) if left is None else left.inverse_m.view(columns[:-1]),
     )
 
@@ -84,40 +86,46 @@ def _forward(
     y = torch.empty_like(x)
     statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
     chosen = choose(x, left is not None, numbers.pooled, backward=False)
-    sizes = (n, p, c, *x.stride())
     eps, mix_eps, scale, inverse_m, pooled = numbers
     if chosen.resident:
         forward.resident[(chosen.programs,)](
-            x, y, gamma, beta, statistics, inverse_m, *sizes, mix_eps, scale, eps, STAGES=chosen.stages, **chosen.tile
-        )
+            x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps,
+            STAGES=chosen.stages, **chosen.constants,
+        )  # fmt: skip
         return y, statistics
 
+    alone = chosen.splits == 1 and not pooled
+    partials, parts = (None, 1) if alone else measure(x, statistics, left, numbers, chosen)
     hidden, _, weight = left or (None, None, inverse_m)
-    columns, grid = p * (2 * c + 3), (chosen.blocks * chosen.splits,)
-    partials = torch.empty(chosen.splits * columns, dtype=torch.float32, device=x.device)
-    tile = {**chosen.tile, "FOLD": chosen.fold, "MASKED": left is not None, "POOLED": pooled}
-
-    def sweep(partials: Tensor, parts: int, measure: bool, normalize: bool, ready: Tensor | None = None) -> None:
-        forward.sweep[grid](
-            x, y, hidden, gamma, beta, statistics, partials, ready, weight, *sizes, chosen.run, chosen.splits, parts,
-            mix_eps, scale, eps, MEASURE=measure, NORMALIZE=normalize, WAIT=ready is not None, **tile,
-        )  # fmt: skip
-
-    if chosen.splits == 1 and not pooled:
-        sweep(partials, 1, True, True)
-    elif chosen.together and x.is_cuda:
-        ready = torch.zeros(1 + chosen.blocks, dtype=torch.int32, device=x.device)
-        sweep(partials, chosen.splits, True, True, ready)
-    elif chosen.together:  # what does not run side by side cannot wait for each other
-        sweep(partials, chosen.splits, True, False)
-        sweep(partials, chosen.splits, False, True)
-    else:
-        joined = torch.empty(columns, dtype=torch.float32, device=x.device)
-        sweep(partials, 1, True, False)
-        q, parts = (1, chosen.splits * p) if pooled else (p, chosen.splits)
-        forward.merge[(launch.cdiv(q * c, 32),)](partials, joined, q, c, parts, BS=64, BLOCK=32)
-        sweep(joined, 1, False, True)
+    forward.sweep[(chosen.blocks * chosen.splits,)](
+        x, y, hidden, gamma, beta, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, parts,
+        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone, NORMALIZE=True, **chosen.constants,
+    )  # fmt: skip
     return y, statistics
+
+
+_PARTS = 16  # partial results that each program of the second sweep reads; of more, a launch between makes one
+
+
+def measure(
+    x: Tensor, statistics: Tensor, left: Entries | None, numbers: Options, chosen: launch.Launch, most: int = _PARTS
+) -> tuple[Tensor, int]:
+    """The first sweep of ``forward`` alone: its partial results, and how many there are, not more than ``most``."""
+    n, p, c = x.shape
+    eps, mix_eps, scale, inverse_m, pooled = numbers
+    programs = chosen.blocks * chosen.splits
+    q, parts = (1, programs) if pooled else (p, chosen.splits)
+    partials = torch.empty(parts * q * (2 * c + 3), dtype=torch.float32, device=x.device)
+    hidden, _, weight = left or (None, None, inverse_m)
+    forward.sweep[(programs,)](
+        x, x, hidden, None, None, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, 1,
+        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=True, NORMALIZE=False, **chosen.constants,
+    )  # fmt: skip
+    if parts <= most:
+        return partials, parts
+    joined = torch.empty(q * (2 * c + 3), dtype=torch.float32, device=x.device)
+    forward.merge[(launch.cdiv(q * c, 32),)](partials, joined, q, c, parts, BS=64, BLOCK=32)
+    return joined, 1
 
 
 def _backward(
@@ -131,40 +139,38 @@ def _backward(
     """Gradients of the slabs, and as two rows of gamma and beta."""
     n, p, c = x.shape
     dx = torch.empty_like(x)
+    if dy.stride() != x.stride():
+        dy = torch.empty_like(x).copy_(dy)
     chosen = choose(x, left is not None, numbers.pooled, backward=True)
-    sizes = (n, p, c, *x.stride(), *dy.stride())
     eps, mix_eps, scale, inverse_m, pooled = numbers
     rows = torch.empty(chosen.flags, 2, c, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
-            x, dy, dx, gamma, statistics, rows, inverse_m, *sizes, mix_eps, scale, eps,
-            STAGES=chosen.stages, **chosen.tile,
+            x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
+            STAGES=chosen.stages, **chosen.constants,
         )  # fmt: skip
         return dx, rows.sum(0)
 
     hidden, counts, weight = left or (None, None, inverse_m)
-    grid = (chosen.blocks * chosen.splits,)
-    partials = torch.empty(3, chosen.splits, p, c, dtype=torch.float32, device=x.device)
-    tile = {**chosen.tile, "FOLD": chosen.fold, "MASKED": left is not None, "POOLED": pooled}
+    programs = chosen.blocks * chosen.splits
+    sums = torch.empty(2 * n * p, dtype=torch.float32, device=x.device)
 
-    def sweep(partials: Tensor, parts: int, sum_: bool, differentiate: bool, ready: Tensor | None = None) -> None:
-        backward.sweep[grid](
-            x, dy, dx, hidden, gamma, statistics, partials, rows, ready, weight, counts, *sizes,
-            chosen.run, chosen.splits, parts, mix_eps, scale, eps,
-            SUM=sum_, DIFFERENTIATE=differentiate, WAIT=ready is not None, **tile,
+    def sweep(partials: Tensor | None, parts: int, sum_: bool, differentiate: bool) -> None:
+        backward.sweep[(programs,)](
+            x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, p, c,
+            chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
+            SUM=sum_, DIFFERENTIATE=differentiate, **chosen.constants,
         )  # fmt: skip
 
     if chosen.splits == 1 and not pooled:
-        sweep(partials, 1, True, True)
-    elif chosen.together and x.is_cuda:
-        ready = torch.zeros(1 + chosen.blocks, dtype=torch.int32, device=x.device)
-        sweep(partials, chosen.splits, True, True, ready)
-    elif chosen.together:
-        sweep(partials, chosen.splits, True, False)
-        sweep(partials, chosen.splits, False, True)
-    else:
-        sweep(partials, 1, True, False)
-        sweep(partials.view(3, -1, c).sum(1) if pooled else partials.sum(1), 1, False, True)
+        sweep(None, 1, True, True)
+        return dx, rows.sum(0)
+    q, parts = (1, programs) if pooled else (p, chosen.splits)
+    partials = torch.empty(3, parts, q, c, dtype=torch.float32, device=x.device)
+    sweep(partials, 1, True, False)
+    if parts > _PARTS:
+        partials, parts = partials.sum(1), 1
+    sweep(partials, parts, False, True)
     return dx, rows.sum(0)
 
 

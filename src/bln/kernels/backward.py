@@ -17,9 +17,9 @@ from . import tiles
 
 
 @triton.jit
-def _columns(statistics, p, c, P, C, eps):
-    """Batch means and one over deviations."""
-    at, inside = p.to(tl.int64) * C + c, (p < P) & (c < C)
+def _columns(statistics, q, c, P, Q, C, eps, KIND: tl.constexpr):
+    """Batch means and one over deviations, of which there are some for ``Q`` positions."""
+    at, inside = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
     mean_B = tl.load(statistics + at, mask=inside, other=0.0)
     var_B = tl.load(statistics + P.to(tl.int64) * C + at, mask=inside, other=1.0)
     return mean_B, tl.rsqrt(var_B + eps)
@@ -51,19 +51,20 @@ def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F
     return dx
 
 
-@triton.jit(do_not_specialize=["N", "P"])
+@triton.jit(do_not_specialize=["N", "P", "C"])
 def resident(
     x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    n, ps, c = tiles.indices(A, B, L, KIND)
+    n, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-    g = tiles.parameter(gamma, c, C, 1.0)
+    g = tiles.parameter(gamma, folded, C, 1.0)
     rows = statistics + 2 * P.to(tl.int64) * C
-    dgamma = tl.zeros((c + ps).shape, tl.float32)
+    dgamma = tl.zeros((folded + ps).shape, tl.float32)
     dbeta = tl.zeros((c + ps).shape, tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
@@ -71,7 +72,7 @@ def resident(
         real = in_row & (c < C)
         v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
         d = tiles.fetch(dy + at, real, EVEN).to(tl.float32)
-        mean_B, r_B = _columns(statistics, p, c, P, C, eps)
+        mean_B, r_B = _columns(statistics, p, folded, P, P, C, eps, KIND)
         row = tiles.row_offset(n, p, N, P, KIND)
         mean_F = tl.load(rows + row, mask=in_row, other=0.0)
         r_F = tl.rsqrt(tl.load(rows + P.to(tl.int64) * N + row, mask=in_row, other=1.0) + eps)
@@ -86,20 +87,20 @@ def resident(
             d, v, mean_B, w_B * r_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT
         )  # fmt: skip
         tiles.put(dx + at, out, real, EVEN)
-    _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, C, KIND)
+    _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, folded, C, KIND)
 
 
 @triton.jit
 def _sums(
     x, dy, hidden, statistics, sums, mean_B, gamma, p, first, last, N, P, C, eps,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    MASKED: tl.constexpr, POOLED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Over the samples ``first`` to ``last``: what rows need is stored; returned are the column sums of dy,
     dy * (x - mean_B) and dy * x_F.
     """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    ns, _, c = tiles.indices(A, B, L, KIND)
+    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
     rows = statistics + 2 * P.to(tl.int64) * C
     in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
     real = tiles.real_values(in_row, c, C, EVEN)
@@ -143,12 +144,12 @@ def _sums(
 @triton.jit
 def _differentiate(
     x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last, N, P, C, eps,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    MASKED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dx of the samples ``first`` to ``last``, the last ones first; 0 at hidden entries."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    ns, _, c = tiles.indices(A, B, L, KIND)
+    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
     means = statistics + 2 * P.to(tl.int64) * C
     count = P.to(tl.int64) * N
     steps = tl.cdiv(last - first, BN)
@@ -187,20 +188,20 @@ def _differentiate(
 
 
 @triton.jit
-def _store_parameters(at, dgamma, dbeta, c, C, KIND: tl.constexpr):
+def _store_parameters(at, dgamma, dbeta, c, folded, C, KIND: tl.constexpr):
     """What the positions of a block give together."""
     if KIND == tiles.ACROSS:
         dgamma, dbeta = tl.sum(dgamma, 2, keep_dims=True), tl.sum(dbeta, 2, keep_dims=True)
-    tl.store(at + c, dgamma, mask=c < C)
+    tl.store(at + folded, dgamma, mask=folded < C)
     tl.store(at + C + c, dbeta, mask=c < C)
 
 
-@triton.jit(do_not_specialize=["N", "P", "run", "splits", "parts"])
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
 def sweep(
     x, dy, dx, hidden, gamma, statistics, partials, sums, rows, inverse_m, counts, N, P, C, run, splits, parts,
     mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
@@ -210,25 +211,24 @@ def sweep(
     """
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
-    _, ps, c = tiles.indices(A, B, L, KIND)
+    _, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
     p = block * BP + ps
     q, Q = p, P  # where the statistics of a position are, and for how many there are some
     if POOLED:
         q, Q = tl.zeros([1, 1, 1], tl.int32), P * 0 + 1
     columns = Q.to(tl.int64) * C
-    column, in_column = q.to(tl.int64) * C + c, (q < Q) & (c < C)
-    at, in_at = q.to(tl.int64) * C + c, (q < P) & (c < C)
-    mean_B = tl.load(statistics + at, mask=in_at, other=0.0)
-    r_B = tl.rsqrt(tl.load(statistics + P.to(tl.int64) * C + at, mask=in_at, other=1.0) + eps)
-    g = tiles.parameter(gamma, c, C, 1.0)
+    mean_B, r_B = _columns(statistics, q, folded, P, Q, C, eps, KIND)
+    g = tiles.parameter(gamma, folded, C, 1.0)
     if SUM:
         total, dot_B, dot_F = _sums(
             x, dy, hidden, statistics, sums, mean_B, g, p, first, last, N, P, C, eps,
-            A, B, L, BN, KIND, EVEN, MASKED, POOLED,
+            A, B, L, BN, KIND, SIDE, EVEN, MASKED, POOLED,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
+        column, in_column = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
         to = partials + split * columns + column
         tl.store(to, total, mask=in_column)
         tl.store(to + splits * columns, dot_B, mask=in_column)
@@ -237,6 +237,7 @@ def sweep(
         if SUM:
             tl.debug_barrier()  # what rows need was stored by other threads
         else:
+            column, in_column = tiles.column_offset(q, folded, Q, C, KIND), (q < Q) & (folded < C)
             total = tl.zeros(column.shape, tl.float32)
             dot_B = tl.zeros(column.shape, tl.float32)
             dot_F = tl.zeros(column.shape, tl.float32)
@@ -251,14 +252,14 @@ def sweep(
             inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
         if split == 0:
-            dgamma = tl.where(in_column, (w_B * r_B) * dot_B + w_F * dot_F, 0.0)
+            dgamma = tl.where(q < Q, (w_B * r_B) * dot_B + w_F * dot_F, 0.0)
             if POOLED:  # each block has the sums of all: they count once
-                dgamma, total_once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
-                _store_parameters(rows + 2 * block * C, dgamma, total_once, c, C, tiles.NARROW)
+                dgamma, once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
+                _store_parameters(rows + 2 * block * C, dgamma, once, folded, folded, C, tiles.NARROW)
             else:
-                _store_parameters(rows + 2 * block * C, dgamma, total, c, C, KIND)
+                _store_parameters(rows + 2 * block * C, dgamma, total, c if SUM else folded, folded, C, KIND)
         flat_B, along_B = g * total / count, g * dot_B * (r_B * r_B / count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, w_B * r_B, flat_B, along_B, w_F, p, first, last,
-            N, P, C, eps, A, B, L, BN, KIND, EVEN, MASKED,
+            N, P, C, eps, A, B, L, BN, KIND, SIDE, EVEN, MASKED,
         )  # fmt: skip

@@ -4,7 +4,7 @@
 normalized. Where there are slabs enough for all processors one program does both, and finds most of the slab in the
 cache the second time; else several programs share a slab, and the sweeps are launches of their own.
 
-All write one buffer of statistics: batch means and variances ``[P, C]``, feature means and variances of each row, the
+All write one buffer of statistics: batch means and variances of columns, feature means and variances of rows, the
 averages over samples of these two ``[P]``, and for each program whether the variances it met are finite.
 """
 
@@ -17,8 +17,9 @@ from . import tiles
 
 
 @triton.jit
-def _store_columns(statistics, p, c, mean_B, var_B, P, C):
-    at, inside = p.to(tl.int64) * C + c, (p < P) & (c < C)
+def _store_columns(statistics, q, c, mean_B, var_B, P, Q, C, KIND: tl.constexpr):
+    """There are some for ``Q`` positions, and room for all."""
+    at, inside = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
     tl.store(statistics + at, mean_B, mask=inside)
     tl.store(statistics + P.to(tl.int64) * C + at, var_B, mask=inside)
 
@@ -36,18 +37,19 @@ def _store_finite(statistics, program, check, N, P, C):
     tl.store(statistics + 2 * P.to(tl.int64) * (C + N + 1) + program, tl.where(check == 0, 1.0, 0.0))
 
 
-@triton.jit(do_not_specialize=["N", "P"])
+@triton.jit(do_not_specialize=["N", "P", "C"])
 def resident(
     x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    n, ps, c = tiles.indices(A, B, L, KIND)
+    n, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-    g = tiles.parameter(gamma, c, C, 1.0)
-    b = tiles.parameter(beta, c, C, 0.0)
+    g = tiles.parameter(gamma, folded, C, 1.0)
+    b = tiles.parameter(beta, folded, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
     check = 0.0
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
@@ -65,7 +67,7 @@ def resident(
         s_F = w_F * tl.rsqrt(var_F + eps)
         tiles.put(y + at, tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT), real, EVEN)
 
-        _store_columns(statistics, p, c, mean_B, var_B, P, C)
+        _store_columns(statistics, p, c, mean_B, var_B, P, P, C, KIND)
         row = tiles.row_offset(n, p, N, P, KIND)
         tl.store(rows + row, mean_F, mask=in_row)
         tl.store(rows + P.to(tl.int64) * N + row, var_F, mask=in_row)
@@ -79,8 +81,8 @@ def resident(
 @triton.jit
 def _measure(
     x, hidden, rows, p, first, last, N, P, C,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    MASKED: tl.constexpr, POOLED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the samples ``first`` to ``last``: those of rows are stored; returned are, of columns, the number
     of entries, their mean and squares around it, and the sums of the rows' means and variances.
@@ -88,7 +90,7 @@ def _measure(
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.
     """
-    ns, _, c = tiles.indices(A, B, L, KIND)
+    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
     in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
     real = tiles.real_values(in_row, c, C, EVEN)
     at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
@@ -136,12 +138,12 @@ def _measure(
 @triton.jit
 def _normalize(
     x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    MASKED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    ns, _, c = tiles.indices(A, B, L, KIND)
+    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
     count = P.to(tl.int64) * N
     steps = tl.cdiv(last - first, BN)
     begin = first + (steps - 1) * BN
@@ -170,11 +172,11 @@ def _normalize(
         y -= BN * step
 
 
-@triton.jit(do_not_specialize=["N", "P", "run", "splits", "parts"])
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
 def sweep(
     x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, MEASURE: tl.constexpr, NORMALIZE: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, MEASURE: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
@@ -183,7 +185,8 @@ def sweep(
     """
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
-    _, ps, c = tiles.indices(A, B, L, KIND)
+    _, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
     p = block * BP + ps
     q, Q = p, P  # where the statistics of a position are, and for how many there are some
     if POOLED:
@@ -191,40 +194,40 @@ def sweep(
     rows = statistics + 2 * P.to(tl.int64) * C
     if MEASURE:
         count, mean_B, square, sum_mean, sum_var = _measure(
-            x, hidden, rows, p, first, last, N, P, C, A, B, L, BN, KIND, EVEN, MASKED, POOLED
+            x, hidden, rows, p, first, last, N, P, C, A, B, L, BN, KIND, SIDE, EVEN, MASKED, POOLED
         )
     if MEASURE and not NORMALIZE:
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
-        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C)
+        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, KIND)
     if NORMALIZE:
         if MEASURE:
             tl.debug_barrier()  # statistics of rows were stored by other threads
         else:
-            count, mean_B, square, sum_mean, sum_var = _join(partials, parts, q, c, Q, C)
+            count, mean_B, square, sum_mean, sum_var = _join(partials, parts, q, folded, Q, C, KIND)
         divisor = tl.maximum(count, 1.0)
         var_B = square / divisor
         if split == 0:
-            _store_columns(statistics, q, c, mean_B, var_B, P, C)
+            _store_columns(statistics, q, c if MEASURE else folded, mean_B, var_B, P, Q, C, KIND)
             _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
             _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
         if MASKED:
             inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-        g = tiles.parameter(gamma, c, C, 1.0)
-        b = tiles.parameter(beta, c, C, 0.0)
+        g = tiles.parameter(gamma, folded, C, 1.0)
+        b = tiles.parameter(beta, folded, C, 0.0)
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         _normalize(
             x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
-            A, B, L, BN, KIND, EVEN, MASKED,
+            A, B, L, BN, KIND, SIDE, EVEN, MASKED,
         )  # fmt: skip
 
 
 @triton.jit
-def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C):
-    """Partial results: means, squares ``[splits, P, C]``; counts, sums of rows' means and variances ``[splits, P]``."""
+def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C, KIND: tl.constexpr):
+    """Partial results: means, squares of columns; counts, sums of rows' means and variances ``[splits, P]``."""
     columns = P.to(tl.int64) * C
-    column, in_column = p.to(tl.int64) * C + c, (p < P) & (c < C)
+    column, in_column = tiles.column_offset(p, c, P, C, KIND), (p < P) & (c < C)
     tl.store(partials + split * columns + column, mean, mask=in_column)
     tl.store(partials + (splits + split) * columns + column, square, mask=in_column)
     at = partials + 2 * splits * columns + split * P + p
@@ -234,10 +237,10 @@ def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, su
 
 
 @triton.jit
-def _join(partials, parts, p, c, P, C):
+def _join(partials, parts, p, c, P, C, KIND: tl.constexpr):
     """All parts together: means weighted by counts, squares moved to the common mean."""
     columns = P.to(tl.int64) * C
-    column, in_column = p.to(tl.int64) * C + c, (p < P) & (c < C)
+    column, in_column = tiles.column_offset(p, c, P, C, KIND), (p < P) & (c < C)
     counts = partials + 2 * parts * columns + p
     count = tl.zeros(p.shape, tl.float32)
     sum_mean = tl.zeros(p.shape, tl.float32)
@@ -259,12 +262,14 @@ def _join(partials, parts, p, c, P, C):
     return count, mean, square, sum_mean, sum_var
 
 
-@triton.jit(do_not_specialize=["P", "parts"])
-def merge(partials, joined, P, C, parts, BS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["P", "C", "parts"])
+def merge(partials, joined, P, C, parts, KIND: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
     """Many parts joined into one, in the same layout: for ``sweep``, which would read all of them in each program."""
     columns = P.to(tl.int64) * C
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    p, inside = at // C, at < columns
+    p, first, inside = at // C, at % C == 0, at < columns
+    if KIND == tiles.ACROSS:
+        p, first = at % P, at < P
     counts = partials + 2 * parts * columns + p
     count = tl.zeros([1, BLOCK], tl.float32)
     sum_mean = tl.zeros([1, BLOCK], tl.float32)
@@ -289,7 +294,6 @@ def merge(partials, joined, P, C, parts, BS: tl.constexpr, BLOCK: tl.constexpr):
         square += tl.sum(within + has * moved * moved, 0, keep_dims=True)
     tl.store(joined + at, mean, mask=inside)
     tl.store(joined + columns + at, square, mask=inside)
-    first = inside & (at % C == 0)
-    tl.store(joined + 2 * columns + p, count, mask=first)
-    tl.store(joined + 2 * columns + P + p, sum_mean, mask=first)
-    tl.store(joined + 2 * columns + 2 * P + p, sum_var, mask=first)
+    tl.store(joined + 2 * columns + p, count, mask=inside & first)
+    tl.store(joined + 2 * columns + P + p, sum_mean, mask=inside & first)
+    tl.store(joined + 2 * columns + 2 * P + p, sum_var, mask=inside & first)

@@ -88,21 +88,23 @@ class _Infer(torch.autograd.Function):
 def _batch(
     x: Tensor, left: Entries | None, numbers: Options, kept: Population, config: StatisticsConfig
 ) -> tuple[Tensor, Tensor]:
-    """Eqs 18, 19."""
-    if not config.uses_batch:
-        return kept.batch_mean, kept.batch_var
+    """Eqs 18, 19, as the kernel wants columns."""
     c = x.shape[2]
-    chosen = choose(x, True, numbers.pooled, backward=False)  # as for a mask: swept over, not held
-    statistics = torch.empty(statistics_size(*x.shape), dtype=torch.float32, device=x.device)
     q = 1 if numbers.pooled else x.shape[1]
-    joined, _ = measure(x, statistics, left, numbers, chosen, most=0)
-    mean, square, real = joined[: q * c], joined[q * c : 2 * q * c], joined[2 * q * c : 2 * q * c + q]
-    var = square.view(q, c) / real.clamp(min=1)[:, None]
-    known_mean, known_var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
-    found, known = (Statistics(*pair, None, None, None) for pair in ((mean.view(q, c), var), (known_mean, known_var)))
-    batch_only = StatisticsConfig(config.batch_mean, config.batch_std, True, True)
-    chosen_statistics = formula.choose(batch_only, found, known)
-    return chosen_statistics.batch_mean.contiguous(), chosen_statistics.batch_var.contiguous()
+    mean, var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
+    if config.uses_batch:
+        chosen = choose(x, True, numbers.pooled, backward=False)  # as for a mask: swept over, not held
+        statistics = torch.empty(statistics_size(*x.shape), dtype=torch.float32, device=x.device)
+        joined, _ = measure(x, statistics, left, numbers, chosen, most=0)
+        own_mean, square, real, _ = joined.split([q * c, q * c, q, 2 * q])
+        shape = (c, q) if across(x) else (q, c)
+        own_mean, square = (t.view(shape).T if across(x) else t.view(shape) for t in (own_mean, square))
+        own = Statistics(own_mean, square / real.clamp(min=1)[:, None], None, None, None)
+        batch_only = StatisticsConfig(config.batch_mean, config.batch_std, True, True)
+        mean, var, *_ = formula.choose(batch_only, own, Statistics(mean, var, None, None, None))
+    if across(x):
+        mean, var = mean.T, var.T
+    return mean.contiguous(), var.contiguous()
 
 
 def _plain_inference(
@@ -134,12 +136,12 @@ def _plain_inference(
     return y if mask is None else torch.where(mask[..., None], y, 0)
 
 
-@triton.jit(do_not_specialize=["N", "P", "run", "known"])
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "known"])
 def _normalize(
     x, y, hidden, gamma, beta, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, own_inverse_m,
     known, N, P, C, run, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Eqs 20-25 of a run of samples of some positions.
 
@@ -152,14 +154,15 @@ def _normalize(
         SWAPPED: The rows of a tile are positions, not samples.
     """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    ns, ps, c = tiles.indices(A, B, L, KIND)
+    ns, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
     if SWAPPED:
         ns, ps = ps, ns
     p = tl.program_id(0) * BP + ps
     first = tl.program_id(1) * run
     last = tl.minimum(N, first + run)
-    g = tiles.parameter(gamma, c, C, 1.0)
-    b = tiles.parameter(beta, c, C, 0.0)
+    g = tiles.parameter(gamma, folded, C, 1.0)
+    b = tiles.parameter(beta, folded, C, 0.0)
     q = p  # where the statistics of a position are
     if POOLED:
         q = p * 0
@@ -169,7 +172,10 @@ def _normalize(
     w_B, w_F = tiles.weights(
         tl.where(seen, tl.load(inverse_m + q, mask=p < P, other=1.0), own_inverse_m), mix_eps, scale
     )
-    column, in_column = q.to(tl.int64) * C + c, (p < P) & (c < C)
+    Q = P
+    if POOLED:
+        Q = P * 0 + 1
+    column, in_column = tiles.column_offset(q, folded, Q, C, KIND), (p < P) & (folded < C)
     mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
     s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
     in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)

@@ -34,6 +34,7 @@ class Launch:
     Attributes:
         kind: The arrangement of a tile, one of ``tiles``.
         tile: Its extents; all features are in it.
+        side: Values a thread reads side by side, where features lie last.
         even: Tiles cover the input exactly.
         warps: For each program.
         blocks: Tiles along positions.
@@ -48,6 +49,7 @@ class Launch:
 
     kind: int
     tile: tuple[int, int, int]
+    side: int
     even: bool
     warps: int
     blocks: int
@@ -75,7 +77,7 @@ class Launch:
         """What every kernel is launched with. Multiplications and additions may be fused, as Triton long did."""
         a, b, last = self.tile
         shape = {"A": a, "B": b, "L": last, "BN": self.samples, "BP": self.positions, "KIND": self.kind}
-        return {**shape, "EVEN": self.even, "num_warps": self.warps, "enable_fp_fusion": True}
+        return {**shape, "SIDE": self.side, "EVEN": self.even, "num_warps": self.warps, "enable_fp_fusion": True}
 
     @property
     def flags(self) -> int:
@@ -89,30 +91,32 @@ def _rows(kind: int, tile: tuple[int, int, int]) -> int:
 
 def arrange(
     n: int, c: int, itemsize: int, across: bool, warps: int, values: int
-) -> tuple[int, tuple[int, int, int]]:
-    """A tile of at most so many values for each thread, and not more samples than there are."""
+) -> tuple[int, tuple[int, int, int], int]:
+    """Kind, extents and side of a tile with so many values for each thread, if there are as many samples."""
     features, samples = power_of_two(c), power_of_two(n)
     if across:
-        return tiles.ACROSS.value, (max(1, min(samples, values * warps // features)), features, _LANES)
-    side = 16 // itemsize  # values a thread reads at once
-    warp = 32 * side
-    if features <= warp:
-        rows = min(samples, warps * warp // features)
-        return tiles.NARROW.value, (max(1, min(samples // rows, values // side)), rows, features)
-    pieces = max(1, min(values // side, features // warp))
+        return tiles.ACROSS.value, (max(1, min(samples, values * warps // features)), features, _LANES), 1
+    side = 8 if itemsize == 2 and features < 32 * warps else 4
+    if features <= 32 * side:
+        rows = min(samples, warps * 32 * side // features)
+        tile = max(1, min(samples // rows, values // side)), rows, features
+        return tiles.NARROW.value, tile, side if c % side == 0 else 1
+    side = 4
+    pieces = max(1, min(values // side, features // (32 * side)))
     row = features // pieces
-    return tiles.WIDE.value, (pieces, max(1, min(samples, warps * warp // row)), row)
+    rows = warps * 32 * side // row * max(1, values // (pieces * side))
+    return tiles.WIDE.value, (pieces, max(1, min(samples, rows)), row), side if c % side == 0 else 1
 
 
 def swept(
     n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, warps: int, values: int, splits: int
 ) -> Launch:
     """A launch that sweeps over slabs."""
-    kind, tile = arrange(n, c, itemsize, across, warps, values)
+    kind, tile, side = arrange(n, c, itemsize, across, warps, values)
     samples, positions = _rows(kind, tile), tile[2] if across else 1
     run = cdiv(cdiv(n, splits), samples) * samples
     even = not masked and n % samples == 0 and power_of_two(c) == c and p % positions == 0
-    return Launch(kind, tile, even, warps, cdiv(p, positions), splits=cdiv(n, run), run=run)
+    return Launch(kind, tile, side, even, warps, cdiv(p, positions), splits=cdiv(n, run), run=run)
 
 
 @lru_cache(maxsize=4096)
@@ -146,10 +150,10 @@ def training(
     if not (masked or pooled or across) and slab <= _RESIDENT:
         each = 1024 if backward or itemsize == 4 else 2048  # values for a warp
         warps = max(1, slab // each)
-        kind, tile = arrange(n, c, itemsize, across, warps, slab)
+        kind, tile, side = arrange(n, c, itemsize, across, warps, slab)
         even = samples == n and features == c
         programs = min(p, processors * max(1, 16 // warps))
-        return Launch(kind, tile, even, warps, p, True, programs, stages=3 if itemsize < 4 else 1)
+        return Launch(kind, tile, side, even, warps, p, True, programs, stages=3 if itemsize < 4 else 1)
 
     warps = max(1, min(16, features // 16)) if across else 4
     blocks = cdiv(p, _LANES) if across else p
@@ -167,10 +171,10 @@ def inference(n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bo
     features = power_of_two(c)
     warps = max(1, min(16, features // 16)) if across else 4
     swapped = not across and n < 8
-    kind, tile = arrange(p if swapped else n, c, itemsize, across, warps, 32)
+    kind, tile, side = arrange(2**30, c, itemsize, across, warps, 32)
     rows = _rows(kind, tile)
     samples, positions = (1, rows) if swapped else (rows, tile[2] if across else 1)
     blocks = cdiv(p, positions)
     run = samples * max(1, min(16, n * blocks // (samples * 8 * processors)))
     even = not masked and n % samples == 0 and features == c and p % positions == 0
-    return Launch(kind, tile, even, warps, blocks, splits=cdiv(n, run), run=run, swapped=swapped)
+    return Launch(kind, tile, side, even, warps, blocks, splits=cdiv(n, run), run=run, swapped=swapped)

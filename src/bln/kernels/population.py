@@ -31,7 +31,7 @@ def _count(updates, samples, at, inside, m, momentum, AVERAGE: tl.constexpr):
 def enter(
     statistics, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
     programs, N, P, C, positions, known, m, entries_factor, m_factor, momentum,
-    AVERAGE: tl.constexpr, SPREAD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
+    ACROSS: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Let the statistics of some positions in, if those of all positions are finite.
 
@@ -40,6 +40,7 @@ def enter(
         batch_mean, ...: The population, for ``known`` positions, of which the first ``positions`` are met here.
         programs: How many wrote whether they met only finite variances.
         entries_factor, m_factor: Make variances unbiased.
+        ACROSS: Positions lie side by side in the statistics, as in the input.
         AVERAGE: Weigh by samples; else by ``momentum``.
         SPREAD: There are two entries or more behind a batch variance.
     """
@@ -65,7 +66,10 @@ def enter(
     for start in range(0, C, BC):
         c = start + tl.arange(0, BC)[None, :]
         at, real = p.to(tl.int64) * C + c, inside & (c < C)
-        _mix(batch_mean + at, tl.load(statistics + at, mask=real, other=0.0), weight, real)
+        column = at
+        if ACROSS:
+            column = c.to(tl.int64) * P + p
+        _mix(batch_mean + at, tl.load(statistics + column, mask=real, other=0.0), weight, real)
         if SPREAD:
-            var = tl.load(statistics + columns + at, mask=real, other=0.0) * entries_factor
+            var = tl.load(statistics + columns + column, mask=real, other=0.0) * entries_factor
             _mix(batch_var + at, var, weight_var, real)

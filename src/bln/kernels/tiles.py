@@ -26,8 +26,8 @@ HELD = tl.constexpr(1 - WARPS.value)  # where A stands
 
 
 @triton.jit
-def indices(A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, KIND: tl.constexpr):
-    """Samples, positions and features of a tile."""
+def indices(A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr):
+    """Samples, positions and features of a tile; and features with the warps they are in, to load columns with."""
     if HELD == 0:
         a, b = tl.arange(0, A)[:, None, None], tl.arange(0, B)[None, :, None]
     else:
@@ -35,12 +35,32 @@ def indices(A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, KIND: tl.constexp
     last = tl.arange(0, L)[None, None, :]
     one = tl.zeros([1, 1, 1], tl.int32)
     if KIND == NARROW:
-        n, p, c = a * B + b, one, last
+        n, p, c, folded = a * B + b, one, last, last + (b * 0 if SIDE < 8 else 0)
     elif KIND == WIDE:
-        n, p, c = b, one, a * L + last
+        n, p, c, folded = b, one, a * L + last, a * L + last + b * 0
     else:
-        n, p, c = a, last, b
-    return n, p, c
+        n, p, c, folded = a, last, b, b
+    return n, p, c, folded
+
+
+@triton.jit
+def features(C, SIDE: tl.constexpr):
+    """Their number, known to be a multiple of ``SIDE`` and no more: so many values a thread reads side by side.
+
+    With 4, of the input as of columns in float32, a thread has all columns it needs. With 8, of a 16-bit input,
+    columns go from thread to thread, which takes few of them.
+    """
+    return (C // SIDE) * SIDE
+
+
+@triton.jit
+def column_offset(p, c, P, C, KIND: tl.constexpr):
+    """Where something is that there is for each column."""
+    if KIND == ACROSS:
+        at = c * P + p
+    else:
+        at = p.to(tl.int64) * C + c
+    return at
 
 
 @triton.jit

@@ -51,11 +51,13 @@ def train(
     columns = slabs.rows[1:] if per_position else slabs.rows[-1:]
     if slabs.pooled:
         batch_mean, batch_var = batch_mean[:d], batch_var[:d]
+    elif across(slabs.x):
+        batch_mean, batch_var = batch_mean.view(d, p).T, batch_var.view(d, p).T
     if not across(slabs.x):
         feature_mean, feature_var = feature_mean.view(p, n).T, feature_var.view(p, n).T
     return y, Statistics(
-        batch_mean.view(columns),
-        batch_var.view(columns),
+        batch_mean.reshape(columns),
+        batch_var.reshape(columns),
         feature_mean.reshape(slabs.rows[:-1]),
         feature_var.reshape(slabs.rows[:-1]),
         x.new_full((), 1 / x.shape[0], dtype=torch.float32) if left is None else left.inverse_m.view(columns[:-1]),
@@ -73,7 +75,7 @@ def _enter(kept: Population, momentum: float | None, statistics: Tensor, slabs: 
         statistics, kept.batch_mean, kept.batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
         kept.updates, kept.samples, flags, n, p, c, positions, kept.inverse_m.numel(), m,
         formula.bessel(entries), formula.bessel(m), 0.0 if momentum is None else momentum,
-        AVERAGE=momentum is None, SPREAD=entries > 1, BP=block, BC=columns, BF=1024,
+        ACROSS=across(slabs.x) and not slabs.pooled, AVERAGE=momentum is None, SPREAD=entries > 1, BP=block, BC=columns, BF=1024,
         num_warps=max(1, min(8, columns * block // 256)),
     )  # fmt: skip
 
@@ -124,7 +126,7 @@ def measure(
     if parts <= most:
         return partials, parts
     joined = torch.empty(q * (2 * c + 3), dtype=torch.float32, device=x.device)
-    forward.merge[(launch.cdiv(q * c, 32),)](partials, joined, q, c, parts, BS=64, BLOCK=32)
+    forward.merge[(launch.cdiv(q * c, 32),)](partials, joined, q, c, parts, KIND=chosen.kind, BS=64, BLOCK=32)
     return joined, 1
 
 

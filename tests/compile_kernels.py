@@ -75,7 +75,7 @@ def main() -> None:
     for dtype, itemsize in (("*bf16", 2), ("*fp32", 4)):
         for n, p, c, across, masked, pooled in (
             (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
-            (64, 784, 256, True, False, False), (256, 197, 768, False, False, False),
+            (64, 784, 128, True, False, False), (256, 197, 768, False, False, False),
             (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
@@ -85,7 +85,7 @@ def main() -> None:
                 constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
                 name = f"{kernels.__name__.split('.')[-1]} {about}"
                 if chosen.resident:
-                    build(kernels.resident, name, dtype, chosen.warps, constants | {"STAGES": chosen.stages})
+                    build(kernels.resident, name, dtype, chosen.warps, constants | {"AHEAD": chosen.ahead})
                     continue
                 constants |= {"MASKED": masked, "POOLED": pooled}
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}

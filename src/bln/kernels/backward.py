@@ -55,7 +55,8 @@ def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F
 def resident(
     x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
@@ -66,12 +67,24 @@ def resident(
     rows = statistics + 2 * P.to(tl.int64) * C
     dgamma = tl.zeros((folded + ps).shape, tl.float32)
     dbeta = tl.zeros((c + ps).shape, tl.float32)
+    if AHEAD:
+        p_next = tl.program_id(0) * BP + ps
+        next_at = tiles.offset(n, p_next, c, P, C, KIND)
+        real_next = tiles.real_values((n < N) & (p_next < P), c, C, EVEN)
+        ahead_v, ahead_d = tiles.fetch(x + next_at, real_next, EVEN), tiles.fetch(dy + next_at, real_next, EVEN)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
         at, in_row = tiles.offset(n, p, c, P, C, KIND), (n < N) & (p < P)
         real = in_row & (c < C)
-        v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
-        d = tiles.fetch(dy + at, real, EVEN).to(tl.float32)
+        if AHEAD:
+            v, d = ahead_v.to(tl.float32), ahead_d.to(tl.float32)
+            p_next = p + tl.num_programs(0) * BP
+            next_at = tiles.offset(n, p_next, c, P, C, KIND)
+            real_next = tiles.real_values((n < N) & (p_next < P), c, C, EVEN)
+            ahead_v, ahead_d = tiles.fetch(x + next_at, real_next, False), tiles.fetch(dy + next_at, real_next, False)
+        else:
+            v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
+            d = tiles.fetch(dy + at, real, EVEN).to(tl.float32)
         mean_B, r_B = _columns(statistics, p, folded, P, P, C, eps, KIND)
         row = tiles.row_offset(n, p, N, P, KIND)
         mean_F = tl.load(rows + row, mask=in_row, other=0.0)

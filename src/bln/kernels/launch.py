@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from . import tiles
 
-_ACROSS = 512  # features at most where positions lie side by side: a thread has a few of all of them
+_ACROSS = 128  # features at most where positions lie side by side: threads hold some of each, and sums of them
 _RESIDENT = 4096  # values of a slab that registers hold
 _LANES = 32  # positions of a tile where they lie side by side: a warp's threads
 
@@ -40,7 +40,8 @@ class Launch:
         blocks: Tiles along positions.
         resident: Whole slabs are held in registers.
         programs: Of a resident grid, which goes from block to block.
-        stages: Blocks a resident grid loads ahead.
+        ahead: A resident grid loads the next block into registers while it works on one.
+        stages: Blocks it loads into shared memory.
         splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
             are two launches.
         run: Samples of each.
@@ -55,6 +56,7 @@ class Launch:
     blocks: int
     resident: bool = False
     programs: int = 0
+    ahead: bool = False
     stages: int = 1
     splits: int = 1
     run: int = 0
@@ -90,13 +92,16 @@ def _rows(kind: int, tile: tuple[int, int, int]) -> int:
 
 
 def arrange(
-    n: int, c: int, itemsize: int, across: bool, warps: int, values: int
+    n: int, c: int, itemsize: int, across: bool, warps: int, values: int, once: bool = False
 ) -> tuple[int, tuple[int, int, int], int]:
-    """Kind, extents and side of a tile with so many values for each thread, if there are as many samples."""
+    """Kind, extents and side of a tile with so many values for each thread, if there are as many samples.
+
+    ``once`` says that columns are loaded once and not for each tile.
+    """
     features, samples = power_of_two(c), power_of_two(n)
     if across:
         return tiles.ACROSS.value, (max(1, min(samples, values * warps // features)), features, _LANES), 1
-    side = 8 if itemsize == 2 and features < 32 * warps else 4
+    side = 8 if itemsize == 2 and (once or features < 32 * warps) else 4
     if features <= 32 * side:
         rows = min(samples, warps * 32 * side // features)
         tile = max(1, min(samples // rows, values // side)), rows, features
@@ -150,10 +155,10 @@ def training(
     if not (masked or pooled or across) and slab <= _RESIDENT:
         each = 1024 if backward or itemsize == 4 else 2048  # values for a warp
         warps = max(1, slab // each)
-        kind, tile, side = arrange(n, c, itemsize, across, warps, slab)
+        kind, tile, side = arrange(n, c, itemsize, across, warps, slab, once=not backward)
         even = samples == n and features == c
         programs = min(p, processors * max(1, 16 // warps))
-        return Launch(kind, tile, side, even, warps, p, True, programs, stages=3 if itemsize < 4 else 1)
+        return Launch(kind, tile, side, even, warps, p, True, programs, ahead=False)
 
     warps = max(1, min(16, features // 16)) if across else 4
     blocks = cdiv(p, _LANES) if across else p

@@ -92,7 +92,7 @@ def _forward(
     if chosen.resident:
         forward.resident[(chosen.programs,)](
             x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps,
-            STAGES=chosen.stages, **chosen.constants,
+            AHEAD=chosen.ahead, STAGES=chosen.stages, **chosen.constants,
         )  # fmt: skip
         return y, statistics
 
@@ -149,7 +149,7 @@ def _backward(
     if chosen.resident:
         backward.resident[(chosen.programs,)](
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
-            STAGES=chosen.stages, **chosen.constants,
+            AHEAD=chosen.ahead, STAGES=chosen.stages, **chosen.constants,
         )  # fmt: skip
         return dx, rows.sum(0)
 

@@ -50,7 +50,7 @@ def build(kernel, name, dtype, warps, constants, pointers=()):
             types[each] = {"hidden": "*u8", "ready": "*i32"}.get(each, "*fp32")
         else:
             types[each] = "fp32" if each in FLOATS else "i32"
-    aligned = [each for each in names if types[each][0] == "*" or each == "C"]
+    aligned = [each for each in names if types[each][0] == "*"]
     source = ASTSource(
         kernel,
         types,
@@ -85,7 +85,7 @@ def main() -> None:
                 constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
                 name = f"{kernels.__name__.split('.')[-1]} {about}"
                 if chosen.resident:
-                    build(kernels.resident, name, dtype, chosen.warps, constants | {"AHEAD": chosen.ahead})
+                    build(kernels.resident, name, dtype, chosen.warps, constants | {"STAGES": chosen.stages})
                     continue
                 constants |= {"MASKED": masked, "POOLED": pooled}
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
@@ -106,9 +106,10 @@ def main() -> None:
                 inference._normalize, f"inference {about}", dtype, chosen.warps, constants,
                 ["inverse_m", *["own_inverse_m"] * masked],
             )  # fmt: skip
-    build(forward.merge, "merge", "*fp32", 4, {"BS": 64, "BLOCK": 32})
+    build(forward.merge, "merge", "*fp32", 4, {"KIND": 0, "BS": 256, "BLOCK": 8})
+    build(backward.add, "add", "*fp32", 8, {"BS": 1024, "BLOCK": 8}, ["parts", "total"])
     for average in (True, False):
-        constants = {"AVERAGE": average, "SPREAD": True, "BP": 16, "BC": 64, "BF": 1024}
+        constants = {"ACROSS": False, "AVERAGE": average, "SPREAD": True, "BP": 16, "BC": 64, "BF": 1024}
         build(population.enter, "population", "*fp32", 4, constants, ["inverse_m"])
 
 

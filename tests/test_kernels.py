@@ -367,7 +367,9 @@ def test_every_kernel_compiles_to_machine_code():
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("registers") == 39
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {
+        "forward", "backward", "inference", "merge", "add", "population"
+    }  # fmt: skip
 
 
 # ---- in the layer

@@ -55,8 +55,7 @@ def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F
 def resident(
     x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
@@ -67,24 +66,12 @@ def resident(
     rows = statistics + 2 * P.to(tl.int64) * C
     dgamma = tl.zeros((folded + ps).shape, tl.float32)
     dbeta = tl.zeros((c + ps).shape, tl.float32)
-    if AHEAD:
-        p_next = tl.program_id(0) * BP + ps
-        next_at = tiles.offset(n, p_next, c, P, C, KIND)
-        real_next = tiles.real_values((n < N) & (p_next < P), c, C, EVEN)
-        ahead_v, ahead_d = tiles.fetch(x + next_at, real_next, EVEN), tiles.fetch(dy + next_at, real_next, EVEN)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
         at, in_row = tiles.offset(n, p, c, P, C, KIND), (n < N) & (p < P)
         real = in_row & (c < C)
-        if AHEAD:
-            v, d = ahead_v.to(tl.float32), ahead_d.to(tl.float32)
-            p_next = p + tl.num_programs(0) * BP
-            next_at = tiles.offset(n, p_next, c, P, C, KIND)
-            real_next = tiles.real_values((n < N) & (p_next < P), c, C, EVEN)
-            ahead_v, ahead_d = tiles.fetch(x + next_at, real_next, False), tiles.fetch(dy + next_at, real_next, False)
-        else:
-            v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
-            d = tiles.fetch(dy + at, real, EVEN).to(tl.float32)
+        v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
+        d = tiles.fetch(dy + at, real, EVEN).to(tl.float32)
         mean_B, r_B = _columns(statistics, p, folded, P, P, C, eps, KIND)
         row = tiles.row_offset(n, p, N, P, KIND)
         mean_F = tl.load(rows + row, mask=in_row, other=0.0)
@@ -214,7 +201,8 @@ def sweep(
     x, dy, dx, hidden, gamma, statistics, partials, sums, rows, inverse_m, counts, N, P, C, run, splits, parts,
     mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
@@ -276,3 +264,16 @@ def sweep(
             x, dy, dx, hidden, g, statistics, sums, mean_B, w_B * r_B, flat_B, along_B, w_F, p, first, last,
             N, P, C, eps, A, B, L, BN, KIND, SIDE, EVEN, MASKED,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["number", "width"])
+def add(parts, total, number, width, BS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum ``[outer, number, width]`` over the number."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    parts += tl.program_id(1).to(tl.int64) * number * width
+    found = tl.zeros([1, BLOCK], tl.float32)
+    for start in range(0, number, BS):
+        row = start + tl.arange(0, BS)[:, None]
+        values = tl.load(parts + row.to(tl.int64) * width + at, mask=(row < number) & (at < width), other=0.0)
+        found += tl.sum(values, 0, keep_dims=True)
+    tl.store(total + tl.program_id(1) * width + at, found, mask=at < width)

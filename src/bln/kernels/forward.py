@@ -41,8 +41,7 @@ def _store_finite(statistics, program, check, N, P, C):
 def resident(
     x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
@@ -53,21 +52,11 @@ def resident(
     b = tiles.parameter(beta, folded, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
     check = 0.0
-    if AHEAD:
-        p_next = tl.program_id(0) * BP + ps
-        real_next = tiles.real_values((n < N) & (p_next < P), c, C, EVEN)
-        ahead = tiles.fetch(x + tiles.offset(n, p_next, c, P, C, KIND), real_next, EVEN)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
         at, in_row = tiles.offset(n, p, c, P, C, KIND), (n < N) & (p < P)
         real = in_row & (c < C)
-        if AHEAD:
-            v = ahead.to(tl.float32)
-            p_next = p + tl.num_programs(0) * BP
-            real_next = tiles.real_values((n < N) & (p_next < P), c, C, EVEN)
-            ahead = tiles.fetch(x + tiles.offset(n, p_next, c, P, C, KIND), real_next, False)
-        else:
-            v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
+        v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
         mean_F, var_F = tiles.feature_statistics(v, real, C, KIND, EVEN)
         mean_B = tiles.over_samples(tiles.fold(v, KIND), KIND, False) * (1.0 / N)  # eq 10
         w = v - mean_B
@@ -187,7 +176,8 @@ def _normalize(
 def sweep(
     x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, MEASURE: tl.constexpr, NORMALIZE: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    MEASURE: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 

@@ -96,7 +96,7 @@ def _batch(
         chosen = choose(x, True, numbers.pooled, backward=False)  # as for a mask: swept over, not held
         statistics = torch.empty(statistics_size(*x.shape), dtype=torch.float32, device=x.device)
         joined, _ = measure(x, statistics, left, numbers, chosen, most=0)
-        own_mean, square, real, _ = joined.split([q * c, q * c, q, 2 * q])
+        own_mean, square, real, _ = torch.split(joined, [q * c, q * c, q, 2 * q])
         shape = (c, q) if across(x) else (q, c)
         own_mean, square = (t.view(shape).T if across(x) else t.view(shape) for t in (own_mean, square))
         own = Statistics(own_mean, square / real.clamp(min=1)[:, None], None, None, None)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from . import tiles
 
 _ACROSS = 128  # features at most where positions lie side by side: threads hold some of each, and sums of them
-_RESIDENT = 4096  # values of a slab that registers hold
+_RESIDENT = 16384  # values of a slab that registers hold; in backward, half of it
 _LANES = 32  # positions of a tile where they lie side by side: a warp's threads
 
 
@@ -40,8 +40,7 @@ class Launch:
         blocks: Tiles along positions.
         resident: Whole slabs are held in registers.
         programs: Of a resident grid, which goes from block to block.
-        ahead: A resident grid loads the next block into registers while it works on one.
-        stages: Blocks it loads into shared memory.
+        stages: Blocks a resident grid has under way, the next ones being loaded while it works on one.
         splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
             are two launches.
         run: Samples of each.
@@ -56,7 +55,6 @@ class Launch:
     blocks: int
     resident: bool = False
     programs: int = 0
-    ahead: bool = False
     stages: int = 1
     splits: int = 1
     run: int = 0
@@ -152,21 +150,31 @@ def training(
     """
     features, samples = power_of_two(c), power_of_two(n)
     slab = features * samples
-    if not (masked or pooled or across) and slab <= _RESIDENT:
-        each = 1024 if backward or itemsize == 4 else 2048  # values for a warp
-        warps = max(1, slab // each)
+    if not (masked or pooled or across) and features <= 128 and slab <= (_RESIDENT // 2 if backward else _RESIDENT):
+        # Few warps that each do much: warps of a program wait for each other. 64 values for each thread, in backward
+        # 32, are as many as registers hold.
+        warps = max(1, slab // (1024 if backward or (itemsize == 4 and slab <= 2048) else 2048))
         kind, tile, side = arrange(n, c, itemsize, across, warps, slab, once=not backward)
         even = samples == n and features == c
-        programs = min(p, processors * max(1, 16 // warps))
-        return Launch(kind, tile, side, even, warps, p, True, programs, ahead=False)
+        programs = min(p, processors * max(1, (16 if backward and warps < 8 else 8) // warps))
+        stages = 1 if p <= 2 * processors else 3
+        return Launch(kind, tile, side, even, warps, p, True, programs, stages=stages)
 
-    warps = max(1, min(16, features // 16)) if across else 4
     blocks = cdiv(p, _LANES) if across else p
-    wanted = 16 * processors // warps  # programs that fill the processors
-    splits = 1 if blocks >= wanted // 4 and not across else min(cdiv(n, 8), cdiv(wanted, blocks))
+    if across:
+        warps, values = max(1, min(8, features // 16)), 16 if backward else 32
+        splits = 1 if blocks >= 2 * processors else cdiv(2 * processors, blocks)
+    else:
+        # Rows of up to 512 features within a warp, longer ones within four.
+        warps = 4 if features <= 128 or features > 512 else 2
+        values = 16 if backward or features > 512 else 32
+        splits = 1 if blocks >= processors and slab <= 2**17 else cdiv(2 * processors, blocks)
+        if p == 1:  # partial results are as long as rows: few of them where rows are few
+            warps = 8 if features > 512 else 4
+            splits = min(8 * processors, max(processors, n // 32))
     return swept(
-        n, p, c, itemsize=itemsize, across=across, masked=masked, warps=warps,
-        values=16 if backward else 32, splits=splits,
+        n, p, c, itemsize=itemsize, across=across, masked=masked, warps=warps, values=values,
+        splits=min(splits, cdiv(n, 8)),
     )  # fmt: skip
 
 

@@ -8,7 +8,9 @@ The threads of a warp lie along the last dimension ``L`` of a tile, the warps al
     WIDE      features  samples   features    a row within one warp or a few
     ACROSS    samples   features  positions   positions lie side by side in memory, and each thread has its own
 
-Which of the first two dimensions the compiler gives to warps has changed between its versions: see ``WARPS``. Indices and sums keep three dimensions, those they do not depend on being 1, so that everything else is written once.
+Which of the first two dimensions the compiler gives to warps has changed between its versions: see ``WARPS``.
+
+Indices and sums keep three dimensions, those they do not depend on being 1, so that everything else is written once.
 Columns are what depends on features and positions, rows what depends on samples and positions. ``EVEN`` says that tiles
 cover the input exactly, so that nothing has to be masked.
 """

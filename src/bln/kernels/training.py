@@ -68,15 +68,15 @@ def _enter(kept: Population, momentum: float | None, statistics: Tensor, slabs: 
     """Update the population with the statistics of slabs."""
     n, p, c = slabs.x.shape
     positions, entries = (1, n * p) if slabs.pooled else (p, n)
-    columns = min(1024, launch.power_of_two(c))
-    block = max(1, min(64, 1024 // columns, launch.power_of_two(positions)))
+    columns = min(4096, launch.power_of_two(c))
+    block = max(1, min(1024 // columns, launch.power_of_two(positions)))
     flags = choose(slabs.x, False, slabs.pooled, backward=False).flags
     population.enter[(launch.cdiv(positions, block),)](
         statistics, kept.batch_mean, kept.batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
         kept.updates, kept.samples, flags, n, p, c, positions, kept.inverse_m.numel(), m,
         formula.bessel(entries), formula.bessel(m), 0.0 if momentum is None else momentum,
-        ACROSS=across(slabs.x) and not slabs.pooled, AVERAGE=momentum is None, SPREAD=entries > 1, BP=block, BC=columns, BF=1024,
-        num_warps=max(1, min(8, columns * block // 256)),
+        ACROSS=across(slabs.x) and not slabs.pooled, AVERAGE=momentum is None, SPREAD=entries > 1, BP=block, BC=columns,
+        BF=min(4096, launch.power_of_two(flags)), num_warps=max(1, min(8, columns * block // 256)),
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def _forward(
     if chosen.resident:
         forward.resident[(chosen.programs,)](
             x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps,
-            AHEAD=chosen.ahead, STAGES=chosen.stages, **chosen.constants,
+            STAGES=chosen.stages, **chosen.constants,
         )  # fmt: skip
         return y, statistics
 
@@ -126,7 +126,7 @@ def measure(
     if parts <= most:
         return partials, parts
     joined = torch.empty(q * (2 * c + 3), dtype=torch.float32, device=x.device)
-    forward.merge[(launch.cdiv(q * c, 32),)](partials, joined, q, c, parts, KIND=chosen.kind, BS=64, BLOCK=32)
+    forward.merge[(launch.cdiv(q * c, 8),)](partials, joined, q, c, parts, KIND=chosen.kind, BS=256, BLOCK=8)
     return joined, 1
 
 
@@ -149,9 +149,9 @@ def _backward(
     if chosen.resident:
         backward.resident[(chosen.programs,)](
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
-            AHEAD=chosen.ahead, STAGES=chosen.stages, **chosen.constants,
+            STAGES=chosen.stages, **chosen.constants,
         )  # fmt: skip
-        return dx, rows.sum(0)
+        return dx, _total(rows.view(1, -1, 2 * c)).view(2, c)
 
     hidden, counts, weight = left or (None, None, inverse_m)
     programs = chosen.blocks * chosen.splits
@@ -166,14 +166,25 @@ def _backward(
 
     if chosen.splits == 1 and not pooled:
         sweep(None, 1, True, True)
-        return dx, rows.sum(0)
+        return dx, _total(rows.view(1, -1, 2 * c)).view(2, c)
     q, parts = (1, programs) if pooled else (p, chosen.splits)
     partials = torch.empty(3, parts, q, c, dtype=torch.float32, device=x.device)
     sweep(partials, 1, True, False)
     if parts > _PARTS:
-        partials, parts = partials.sum(1), 1
+        partials, parts = _total(partials.view(3, parts, -1)), 1
     sweep(partials, parts, False, True)
-    return dx, rows.sum(0)
+    return dx, _total(rows.view(1, -1, 2 * c)).view(2, c)
+
+
+def _total(parts: Tensor) -> Tensor:
+    """``[outer, number, width]`` summed over the number, always in the same order."""
+    outer, number, width = parts.shape
+    total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
+    tall = min(1024, launch.power_of_two(number))
+    backward.add[(launch.cdiv(width, 8), outer)](
+        parts, total, number, width, BS=tall, BLOCK=8, num_warps=max(1, tall // 128)
+    )
+    return total
 
 
 class _Train(torch.autograd.Function):

@@ -137,7 +137,7 @@ def measure(
     for name, module in modules.items():
         if name == "BN" and n == 1 and not positions:
             continue
-        module.cuda()
+        module.to("cuda", dtype if name == "LN" else None)  # torch's LayerNorm wants parameters of the input's type
         parameters = list(module.parameters())
         forward = replay([lambda x=x, m=module: m(x) for x in xs])
         both = replay(

@@ -129,6 +129,7 @@ SHAPES = [
     ((6, 24, 5, 5), 1, True, 1),  # positions side by side
     ((70, 64, 3, 3), 1, True, 2),  # the same, too large to be held
     ((6, 24, 5, 5), 1, False, 2),  # the same, pooled
+    ((6, 130, 5, 5), 1, True, 2),  # more features than are taken so: copied
     ((9, 5, 5, 24), -1, False, 2),  # pooled, features last
     ((3, 70, 6), -1, True, 1),  # positions packed
 ]

@@ -73,7 +73,8 @@ class _Infer(torch.autograd.Function):
             x, y, hidden, gamma, beta, batch_mean, batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
             kept.updates, own, kept.inverse_m.numel(), n, p, c, chosen.run,
             numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
-            SWAPPED=chosen.swapped, MASKED=left is not None, POOLED=numbers.pooled, **chosen.constants,
+            SWAPPED=chosen.swapped, MASKED=left is not None, POOLED=numbers.pooled,
+            **{**chosen.constants, "enable_fp_fusion": False},  # the same bits, however it was compiled
         )  # fmt: skip
         ctx.rest = left, numbers, kept, config
         ctx.save_for_backward(x, gamma, beta, *kept.buffers())  # so that a change of the population is noticed

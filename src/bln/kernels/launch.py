@@ -184,7 +184,7 @@ def inference(n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bo
     features = power_of_two(c)
     warps = max(1, min(16, features // 16)) if across else 4
     swapped = not across and n < 8
-    kind, tile, side = arrange(2**30, c, itemsize, across, warps, 32)
+    kind, tile, side = arrange(max(p if swapped else n, 16), c, itemsize, across, warps, 32)
     rows = _rows(kind, tile)
     samples, positions = (1, rows) if swapped else (rows, tile[2] if across else 1)
     blocks = cdiv(p, positions)

@@ -212,9 +212,20 @@ def transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT: tl.constexpr):
         g, b: Gamma and beta.
         SHORT: The values have 11 bits or fewer, so it does no harm that means cancel to 24.
     """
-    slope = s_F * g + s_B
+    slope = tl.fma(s_F, g, s_B)
     if SHORT:
-        y = v * slope + ((b - mean_B * s_B) - (mean_F * s_F) * g)
+        y = tl.fma(v, slope, tl.fma(-(mean_F * s_F), g, tl.fma(-mean_B, s_B, b)))
     else:
-        y = (v - mean_B) * slope + (((mean_B - mean_F) * s_F) * g + b)
+        y = tl.fma(v - mean_B, slope, tl.fma((mean_B - mean_F) * s_F, g, b))
     return y
+
+
+@triton.jit(do_not_specialize=["P", "C"])
+def turn(x, y, P, C, BLOCK: tl.constexpr):
+    """``y[n, p, c] = x[n, c, p]``, both contiguous."""
+    p, c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    sample = tl.program_id(0).to(tl.int64) * P * C
+    inside = (c < C)[:, None] & (p < P)[None, :]
+    values = tl.load(x + sample + c.to(tl.int64)[:, None] * P + p[None, :], mask=inside)
+    to = y + sample + p.to(tl.int64)[:, None] * C + c[None, :]
+    tl.store(to, tl.trans(values), mask=tl.trans(inside))

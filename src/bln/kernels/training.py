@@ -11,7 +11,7 @@ from .. import formula
 from ..formula import Statistics
 from ..functional import current
 from . import backward, forward, launch, population
-from .slabs import Entries, Options, Slabs, across, choose, gradients, options, transform
+from .slabs import Entries, Options, Slabs, across, choose, gradients, options, transform, turned
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -142,7 +142,8 @@ def _backward(
     n, p, c = x.shape
     dx = torch.empty_like(x)
     if dy.stride() != x.stride():
-        dy = torch.empty_like(x).copy_(dy)
+        side_by_side = x.is_contiguous() and dy.transpose(1, 2).is_contiguous()
+        dy = turned(dy) if side_by_side else torch.empty_like(x).copy_(dy)
     chosen = choose(x, left is not None, numbers.pooled, backward=True)
     eps, mix_eps, scale, inverse_m, pooled = numbers
     rows = torch.empty(chosen.flags, 2, c, dtype=torch.float32, device=x.device)

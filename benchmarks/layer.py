@@ -7,7 +7,8 @@ multiples of the first the forward, of the second the backward of ``BatchLayerNo
 ``BatchNorm`` and ``LayerNorm`` in the same layout, and ``torch.compile`` of the plain formula. The backward is what
 forward and backward take together, less the forward. Inference is ``TTFF``. Calls are replayed from a CUDA graph over
 many random inputs, more than the L2 cache holds; medians of replays. Host time is that of eager calls, forward plus
-backward, beside BatchNorm. With ``--out`` the table is written there as CSV and Markdown, and drawn.
+backward, beside BatchNorm. With ``--out`` the table is written there as CSV and Markdown, and drawn; the documentation
+is made from ``--out docs/results``.
 """
 
 from __future__ import annotations
@@ -156,24 +157,39 @@ def measure(
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
-    """Forward and backward of each norm as multiples of a copy and of an addition."""
+    """Forward and backward of each norm, features last, as multiples of a copy and of an addition."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 1, figsize=(11, 8), sharex=True, layout="constrained")
-    names = {"BLN": "#1b6ca8", "BN": "#d1495b", "LN": "#8a8a8a", "compiled": "#e0a458"}
-    labels = [f"{row['shape']}\n{row['layout']}, {str(row['type'])[:8]}" for row in rows]
-    for axis, direction, unit in zip(axes, ("forward", "backward"), ("copy", "addition"), strict=True):
-        for number, (name, colour) in enumerate(names.items()):
-            heights = [float(row.get(f"{name} {direction}") or 0) for row in rows]
-            axis.bar([at + 0.2 * number for at in range(len(rows))], heights, 0.2, label=name, color=colour)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_ylabel(f"{direction}, times a{'n' if unit[0] == 'a' else ''} {unit}")
-        axis.set_ylim(0, 8)
-    axes[0].legend(ncols=4)
-    axes[1].set_xticks([at + 0.3 for at in range(len(rows))], labels, rotation=75, fontsize=7)
+    names = {
+        "BLN": ("BLN", "#0072b2", "o"), "BN": ("BatchNorm", "#d55e00", "s"), "LN": ("LayerNorm", "#009e73", "^"),
+        "compiled": ("BLN's formula, compiled", "#999999", "D"),
+    }  # fmt: skip
+    types = [name for name in ("float32", "bfloat16") if any(row["type"] == name for row in rows)]
+    figure, axes = pyplot.subplots(
+        2, len(types), figsize=(5.2 * len(types), 9), sharex=True, squeeze=False, layout="constrained"
+    )
+    for column, kind in enumerate(types):
+        shown = [row for row in rows if row["type"] == kind and row["layout"] == "features last"]
+        for axis, direction, unit in zip(
+            axes[:, column], ("forward", "backward"), ("a copy", "an addition"), strict=True
+        ):
+            places = range(len(shown))
+            for name, (label, colour, marker) in names.items():
+                found = [row.get(f"{name} {direction}") for row in shown]
+                times = [float(value) if value else float("nan") for value in found]  # type: ignore[arg-type]
+                axis.plot(times, places, marker, color=colour, label=label, markersize=7 if name == "BLN" else 5)
+            axis.set_yticks(places, [str(row["shape"]) for row in shown])
+            axis.invert_yaxis()
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.grid(alpha=0.4)
+            axis.axvline(1, color="black", linewidth=0.8)
+            axis.set_title(f"{direction}, {kind}, times {unit}", fontsize=10)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 
@@ -182,7 +198,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shapes", nargs="+", type=int, default=range(len(SHAPES)), help="which, counted from 0")
     parser.add_argument("--without-compiler", action="store_true", help="leave the compiled formula out: faster")
-    parser.add_argument("--out", type=Path, help="a folder for layer.csv, layer.md and layer.png")
+    parser.add_argument("--out", type=Path, help="a folder for layer.csv, layer.md and figures/layer.png")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device; benchmarks/cpu.py does not")
@@ -201,13 +217,13 @@ def main() -> None:
                 print(lines[-1], flush=True)
                 torch.cuda.empty_cache()
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "figures").mkdir(parents=True, exist_ok=True)
         (arguments.out / "layer.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
         with (arguments.out / "layer.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows({column: row.get(column, "") for column in COLUMNS} for row in rows)
-        draw(rows, arguments.out / "layer.png")
+        draw(rows, arguments.out / "figures" / "layer.png")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The layer on a GPU beside BatchNorm, LayerNorm, a copy and an addition.
+"""The layer on a GPU beside BatchNorm, LayerNorm, the compiled formula, a copy and an addition.
 
-    python benchmarks/layer.py [--out DIR] [--types float32 bfloat16]
+    python benchmarks/layer.py [--out DIR] [--types float32 bfloat16] [--shapes 0 1 ...] [--without-compiler]
 
-Prints, for each shape and type, microseconds of ``y.copy_(x)`` and ``torch.add(x, dy, out=dx)``, and as multiples of
-the first the forward, of the second the backward of ``BatchLayerNorm`` (statistics update included), ``BatchNorm2d``
-(channels last) and ``LayerNorm``. The backward is what forward and backward take together, less the forward. Calls are
-replayed from a CUDA graph over many random inputs, more than the L2 cache holds; medians of replays. Host time is that
-of eager calls, forward plus backward, beside BatchNorm. With ``--out`` the table is written there as CSV and Markdown.
+For each shape, type and layout it prints microseconds of ``y.copy_(x)`` and ``torch.add(x, dy, out=dx)``, and as
+multiples of the first the forward, of the second the backward of ``BatchLayerNorm`` (its statistics update included),
+``BatchNorm`` and ``LayerNorm`` in the same layout, and ``torch.compile`` of the plain formula. The backward is what
+forward and backward take together, less the forward. Inference is ``TTFF``. Calls are replayed from a CUDA graph over
+many random inputs, more than the L2 cache holds; medians of replays. Host time is that of eager calls, forward plus
+backward, beside BatchNorm. With ``--out`` the table is written there as CSV and Markdown, and drawn; the documentation
+is made from ``--out docs/results``.
 """
 
 from __future__ import annotations
@@ -22,24 +24,55 @@ import torch
 from torch import Tensor, nn
 
 import bln
+from bln import formula
+from bln.functional import current
 
 SHAPES = [  # samples, positions, features
     (256, (56, 56), 64), (128, (56, 56), 64), (32, (112, 112), 64), (64, (28, 28), 256), (32, (14, 14), 512),
     (128, (7, 7), 2048), (32, (512,), 1024), (256, (197,), 768), (64, (80,), 128), (25, (16, 16), 6), (25, (), 120),
     (1, (16, 16), 6), (4096, (), 4096),
 ]  # fmt: skip
+COLUMNS = [
+    "shape", "layout", "type", "copy us", "BLN forward", "pooled forward", "BN forward", "LN forward",
+    "compiled forward", "inference", "add us", "BLN backward", "pooled backward", "BN backward", "LN backward",
+    "compiled backward", "host / BN",
+]  # fmt: skip
 BYTES = 300_000_000  # of inputs a graph walks through: five times an H200's L2 cache
 
 
-class Norm2d(nn.Module):
-    """BatchNorm on features-last inputs; to it they are channels last, so nothing is copied."""
+class LayerNorm(nn.LayerNorm):
+    """Over the features, wherever they stand."""
 
-    def __init__(self, features: int, positions: int) -> None:
-        super().__init__()
-        self.norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[positions](features)
+    def __init__(self, features: int, at: int) -> None:
+        super().__init__(features)
+        self.at = at
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.movedim(-1, 1)).movedim(1, -1)
+        return super().forward(x.movedim(self.at, -1)).movedim(-1, self.at)
+
+
+class BatchNorm(nn.Module):
+    """On features-last inputs, which to it are channels last: nothing is copied."""
+
+    def __init__(self, features: int, positions: int, at: int) -> None:
+        super().__init__()
+        self.at, self.norm = at, (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[positions](features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.movedim(self.at, 1)).movedim(1, self.at)
+
+
+class Plain(nn.Module):
+    """The formula in operators, statistics not kept."""
+
+    def __init__(self, features: int, at: int) -> None:
+        super().__init__()
+        self.at, self.weight, self.bias = at, nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.float().movedim(self.at, -1)
+        y = formula.transform(rows, current(rows, None, True), self.weight, self.bias, eps=1e-4, mix_eps=1e-4)
+        return y.movedim(-1, self.at).to(x.dtype)
 
 
 def replay(calls: list[Callable[[], object]]) -> float:
@@ -67,20 +100,22 @@ def replay(calls: list[Callable[[], object]]) -> float:
 
 def host(module: nn.Module, x: Tensor, dy: Tensor) -> float:
     """Microseconds the host takes for an eager forward and backward, the device not waited for."""
-    for _ in range(10):
-        torch.autograd.grad(module(x), [x, *module.parameters()], dy)
-    torch.cuda.synchronize()
     times = []
-    for _ in range(50):
+    for at in range(60):
         start = time.perf_counter()
         torch.autograd.grad(module(x), [x, *module.parameters()], dy)
         times.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-    return 1e6 * statistics.median(times)
+        if at % 5 == 4:
+            torch.cuda.synchronize()
+    return 1e6 * statistics.median(times[10:])
 
 
-def measure(n: int, positions: tuple[int, ...], c: int, dtype: torch.dtype) -> dict[str, object]:
-    shape = (n, *positions, c)
+def measure(
+    n: int, positions: tuple[int, ...], c: int, dtype: torch.dtype, last: bool, compiler: bool
+) -> dict[str, object]:
+    at = len(positions) + 1 if last else 1
+    shape = [n, *positions]
+    shape.insert(at, c)
     size = torch.Size(shape).numel() * dtype.itemsize
     count = max(3, min(64, BYTES // size))
     xs = [torch.randn(shape, device="cuda").to(dtype).requires_grad_() for _ in range(count)]
@@ -89,63 +124,106 @@ def measure(n: int, positions: tuple[int, ...], c: int, dtype: torch.dtype) -> d
     copy = replay([lambda x=x: out.copy_(x.detach()) for x in xs])
     add = replay([lambda x=x, dy=dy: torch.add(x.detach(), dy, out=out) for x, dy in zip(xs, dys, strict=True)])
     row: dict[str, object] = {
-        "shape": f"{n}, {'x'.join(map(str, positions)) or '-'}, {c}", "type": str(dtype)[6:], "copy us": round(copy, 1),
-        "add us": round(add, 1),
+        "shape": f"{n}, {'x'.join(map(str, positions)) or '-'}, {c}", "layout": "features last" if last else "NCHW",
+        "type": str(dtype)[6:], "copy us": round(copy, 1), "add us": round(add, 1),
     }  # fmt: skip
-    modules = {
-        "BLN": bln.BatchLayerNorm(c, channel_dim=-1),
-        "BN": Norm2d(c, len(positions)),
-        "LN": nn.LayerNorm(c, dtype=dtype),
-    }
-    forward, backward = {}, {}
+    modules: dict[str, nn.Module] = {
+        "BLN": bln.BatchLayerNorm(c, channel_dim=at), "BN": BatchNorm(c, len(positions), at), "LN": LayerNorm(c, at),
+    }  # fmt: skip
+    if positions:
+        modules["pooled"] = bln.BatchLayerNorm(c, channel_dim=at, per_position=False)
+    if compiler:
+        torch._dynamo.reset()
+        modules["compiled"] = torch.compile(Plain(c, at).cuda(), fullgraph=True)
     for name, module in modules.items():
         if name == "BN" and n == 1 and not positions:
             continue
-        module.cuda()
+        module.to("cuda", dtype if name == "LN" else None)  # torch's LayerNorm wants parameters of the input's type
         parameters = list(module.parameters())
-        forward[name] = replay([lambda x=x, m=module: m(x) for x in xs])
+        forward = replay([lambda x=x, m=module: m(x) for x in xs])
         both = replay(
             [
                 lambda x=x, dy=dy, m=module, p=parameters: torch.autograd.grad(m(x), [x, *p], dy)
                 for x, dy in zip(xs, dys, strict=True)
             ]
         )
-        backward[name] = both - forward[name]
-    row |= {f"{name} forward": round(value / copy, 2) for name, value in forward.items()}
-    row |= {f"{name} backward": round(value / add, 2) for name, value in backward.items()}
+        row |= {f"{name} forward": round(forward / copy, 2), f"{name} backward": round((both - forward) / add, 2)}
+    with torch.no_grad():
+        evaluated = modules["BLN"].eval()
+        row["inference"] = round(replay([lambda x=x: evaluated(x) for x in xs]) / copy, 2)
     if size < 1_000_000:
-        row["BLN host / BN"] = round(host(modules["BLN"], xs[0], dys[0]) / host(modules["BN"], xs[0], dys[0]), 2)
+        row["host / BN"] = round(host(modules["BLN"].train(), xs[0], dys[0]) / host(modules["BN"], xs[0], dys[0]), 2)
     return row
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    """Forward and backward of each norm, features last, as multiples of a copy and of an addition."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = {
+        "BLN": ("BLN", "#0072b2", "o"), "BN": ("BatchNorm", "#d55e00", "s"), "LN": ("LayerNorm", "#009e73", "^"),
+        "compiled": ("BLN's formula, compiled", "#999999", "D"),
+    }  # fmt: skip
+    types = [name for name in ("float32", "bfloat16") if any(row["type"] == name for row in rows)]
+    figure, axes = pyplot.subplots(
+        2, len(types), figsize=(5.2 * len(types), 9), sharex=True, squeeze=False, layout="constrained"
+    )
+    for column, kind in enumerate(types):
+        shown = [row for row in rows if row["type"] == kind and row["layout"] == "features last"]
+        for axis, direction, unit in zip(
+            axes[:, column], ("forward", "backward"), ("a copy", "an addition"), strict=True
+        ):
+            places = range(len(shown))
+            for name, (label, colour, marker) in names.items():
+                found = [row.get(f"{name} {direction}") for row in shown]
+                times = [float(value) if value else float("nan") for value in found]  # type: ignore[arg-type]
+                axis.plot(times, places, marker, color=colour, label=label, markersize=7 if name == "BLN" else 5)
+            axis.set_yticks(places, [str(row["shape"]) for row in shown])
+            axis.invert_yaxis()
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.grid(alpha=0.4)
+            axis.axvline(1, color="black", linewidth=0.8)
+            axis.set_title(f"{direction}, {kind}, times {unit}", fontsize=10)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path, help="a folder for layer.csv and layer.md")
+    parser.add_argument("--shapes", nargs="+", type=int, default=range(len(SHAPES)), help="which, counted from 0")
+    parser.add_argument("--without-compiler", action="store_true", help="leave the compiled formula out: faster")
+    parser.add_argument("--out", type=Path, help="a folder for layer.csv, layer.md and figures/layer.png")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device; benchmarks/cpu.py does not")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    columns = [
-        "shape", "type", "copy us", "BLN forward", "BN forward", "LN forward", "add us", "BLN backward", "BN backward",
-        "LN backward", "BLN host / BN",
-    ]  # fmt: skip
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     print("\n".join(lines))
     rows = []
     for name in arguments.types:
-        for n, positions, c in SHAPES:
-            rows.append(measure(n, positions, c, getattr(torch, name)))
-            lines.append("| " + " | ".join(str(rows[-1].get(column, "")) for column in columns) + " |")
-            print(lines[-1], flush=True)
-            torch.cuda.empty_cache()
+        for number in arguments.shapes:
+            n, positions, c = SHAPES[number]
+            for last in (True, False) if len(positions) == 2 else (True,):
+                rows.append(
+                    measure(n, positions, c, getattr(torch, name), last, last and not arguments.without_compiler)
+                )
+                lines.append("| " + " | ".join(str(rows[-1].get(column, "")) for column in COLUMNS) + " |")
+                print(lines[-1], flush=True)
+                torch.cuda.empty_cache()
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "figures").mkdir(parents=True, exist_ok=True)
         (arguments.out / "layer.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
         with (arguments.out / "layer.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
+            writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows({column: row.get(column, "") for column in columns} for row in rows)
+            writer.writerows({column: row.get(column, "") for column in COLUMNS} for row in rows)
+        draw(rows, arguments.out / "figures" / "layer.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What has been measured, put into pages when the site is built, so that a figure in the text cannot go stale.
 
 A line ``<!-- measured: NAME -->`` in a page becomes what the function of that name makes of the results:
-``results/summary.json`` with its figures, and ``img/search.json``. Either may come to hold more than it does today.
+``results/summary.json`` with its figures, ``results/layer.csv``, and ``img/search.json``. Each may come to hold more
+than it does today.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -38,8 +40,31 @@ def fill(markdown: str, docs: Path) -> str:
         "variants": lambda docs: variants(_summary(docs), docs / "results" / "figures"),
         "arrivals": lambda docs: arrivals(_search(docs)),
         "calibration": lambda docs: calibration(_search(docs)),
+        "kernels": lambda docs: kernels(docs / "results" / "layer.csv"),
     }
     return PLACE.sub(lambda place: "\n\n".join(makers[place[1]](docs)), markdown)
+
+
+PEAK = 4.8e12  # bytes a second, of an H200's memory by its data sheet
+
+
+def kernels(path: Path) -> Iterator[str]:
+    """Forward and backward on a GPU, as ``benchmarks/layer.py`` wrote them."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for direction, unit, tensors, more in (("forward", "copy us", 2, ["inference"]), ("backward", "add us", 3, [])):
+        names = [f"{name} {direction}" for name in ("BLN", "pooled", "BN", "LN", "compiled")] + more
+        if direction == "backward":
+            names.append("host / BN")
+        head = ["shape", "layout", "type", unit, *(name.removesuffix(f" {direction}") for name in names), "of peak"]
+        lines = []
+        for row in rows:
+            size = math.prod(map(int, re.findall(r"\d+", row["shape"]))) * (4 if row["type"] == "float32" else 2)
+            seconds = float(row[unit]) * float(row[f"BLN {direction}"]) * 1e-6
+            share = f"{100 * tensors * size / seconds / PEAK:.0f} %"
+            lines.append([row["shape"], row["layout"], row["type"], row[unit], *(row[name] for name in names), share])
+        yield f"### {direction.capitalize()}"
+        yield _table(head, lines)
 
 
 def _summary(docs: Path) -> Summary:

@@ -1,12 +1,13 @@
 import os
 import random
 
-os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton reads it when it is imported
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton reads it when it is imported
 
 settings.register_profile(
     "bln", deadline=None, max_examples=int(os.environ.get("BLN_EXAMPLES", "60")),

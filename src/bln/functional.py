@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal, overload
 
@@ -101,11 +101,17 @@ def batch_layer_norm(
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     gamma, beta = (None if p is None else p.to(dtype) for p in (weight, bias))
 
-    if population is None and mask is None:
+    kernels = kernels_for(x, weight, bias) if population is None else None
+    if kernels is not None:
+        y, statistics = kernels.train(
+            x, weight, bias, mask, channel_dim=channel_dim, per_position=per_position, eps=eps, mix_eps=mix_eps,
+            dim_scale=dim_scale,
+        )  # fmt: skip
+    elif population is None and mask is None:
         w_B, w_F = formula.weights(1 / x.shape[0], mix_eps, x.shape[channel_dim], dim_scale)
-        kernels = _kernels_for(x, weight, bias)
-        train, tensors = (kernels.train, (x, weight, bias)) if kernels else (native.train, (x.to(dtype), gamma, beta))
-        y, statistics = train(*tensors, channel_dim=channel_dim, per_position=per_position, eps=eps, w_B=w_B, w_F=w_F)
+        y, statistics = native.train(
+            x.to(dtype), gamma, beta, channel_dim=channel_dim, per_position=per_position, eps=eps, w_B=w_B, w_F=w_F
+        )
     else:
         rows = x.to(dtype).movedim(channel_dim, -1)
         if mask is not None:
@@ -126,18 +132,30 @@ def batch_layer_norm(
     return (y, statistics) if return_statistics else y
 
 
-def _kernels_for(x: Tensor, *others: Tensor | None) -> ModuleType | None:
-    """The Triton kernels, where these tensors can use them; a compiler does better with the operators."""
-    kernels = _import_kernels() if x.is_cuda and not torch.compiler.is_compiling() else None
-    return kernels if kernels and kernels.usable(x, *others) else None
-
-
-@cache
-def _import_kernels() -> ModuleType | None:
-    try:
-        return import_module("bln.kernels")
-    except ImportError:
+def kernels_for(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """The Triton kernels, where these tensors can use them."""
+    if not (_on_gpu(x) and _has_triton()):
         return None
+    from . import kernels
+
+    return kernels if kernels.usable(x, *others) else None
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_triton() -> bool:
+    global _triton
+    if _triton is None:
+        _triton = find_spec("triton") is not None
+        if _triton:
+            import_module("bln.kernels")  # a compiler cannot
+    return _triton
+
+
+_triton: bool | None = None
 
 
 def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: bool = False) -> int:

@@ -156,6 +156,13 @@ class BatchLayerNorm(nn.Module):
         if group is not None:
             return self._synchronized(x, mask, channel_dim, positions, group)
         m, entries = functional.count(shape, mask, self.per_position)
+        kernels = functional.kernels_for(x, self.weight, self.bias, self.population.batch_mean)
+        if (
+            kernels is not None
+            and not torch.compiler.is_compiling()
+            and self.population.learned(positions, self.training)
+        ):
+            return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
 
         population = None if self.training else self.population.statistics(positions, m)
         y, statistics = functional.batch_layer_norm(
@@ -173,6 +180,36 @@ class BatchLayerNorm(nn.Module):
             return_statistics=True,
         )
         if self.training and not _recomputing():
+            self.population.update(statistics, m, entries, mask, positions, self.momentum)
+        return y
+
+    def _by_kernels(
+        self,
+        kernels: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        channel_dim: int,
+        positions: tuple[int, ...],
+        m: int | Tensor,
+        entries: int | Tensor,
+    ) -> Tensor:
+        """The same on a GPU, the population read and written by the kernels."""
+        options = {
+            "channel_dim": channel_dim,
+            "per_position": self.per_position,
+            "eps": self.eps,
+            "mix_eps": self.eps if self.mix_eps is None else self.mix_eps,
+            "dim_scale": self.dim_scale,
+        }
+        tensors = x, self.weight, self.bias, mask
+        y: Tensor
+        if not self.training:
+            y = kernels.infer(*tensors, **options, kept=self.population, config=self.config)
+            return y
+        learning = not _recomputing()
+        remember = (self.population, self.momentum) if learning else None
+        y, statistics = kernels.train(*tensors, **options, remember=remember)
+        if learning and statistics is not None:
             self.population.update(statistics, m, entries, mask, positions, self.momentum)
         return y
 

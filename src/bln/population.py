@@ -125,8 +125,7 @@ class Population(nn.Module):
             momentum: The weight of the new value; never less than ``1/updates``, so that initial values do not mix
                 in. ``None`` averages all mini-batches since the last reset, weighted by their samples.
         """
-        if self.position_shape is None:
-            self.learn_positions(positions)
+        self.learned(positions, True)
         window = self._window(positions)
         new = self._estimates(batch, m, entries, mask)
         # NaN and infinity, in the input or from an overflow, show in the variances; amax and maximum hand on NaN.
@@ -193,12 +192,20 @@ class Population(nn.Module):
             batch.inverse_m,
         )
 
+    def learned(self, positions: tuple[int, ...], training: bool) -> bool:
+        """Whether positions are known, and if so, fit the input's; in training they are, from the first on."""
+        if training and self.position_shape is None:
+            self.learn_positions(positions)
+        self._window(positions)
+        return self.position_shape is not None
+
     def learn_positions(self, positions: tuple[int, ...]) -> None:
         """Keep statistics for these positions from now on; each starts with what is known so far."""
         if not positions:
             self.without_positions = True
             return
-        exporting = getattr(torch.compiler, "is_exporting", lambda: False)()
+        # Not is_exporting(), which torch 2.11 takes to be true in whatever it compiles.
+        exporting = getattr(torch.compiler, "_is_exporting_flag", False)
         if exporting or torch._C._are_functorch_transforms_active():
             raise ValueError(
                 f"the layer does not know its positions yet, and cannot learn {positions} inside torch.func or "

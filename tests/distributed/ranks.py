@@ -91,7 +91,8 @@ class Ranks:
             except queue.Empty:
                 raise AssertionError(f"rank {rank} hangs; it said {''.join(said)}") from None
             if line is None:
-                raise AssertionError(f"rank {rank} ended; it said {''.join(said)}")
+                status = self._processes[rank].wait()
+                raise AssertionError(f"rank {rank} ended with status {status}; it said {''.join(said)}")
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))
             said.append(line)

@@ -52,8 +52,9 @@ def test_one_rank_alone_may_be_masked(two_or_three, per_position, looking):
 
 
 @pytest.mark.parametrize(("masked", "backend"), [(False, "inductor"), (True, "aot_eager")], ids=["whole", "masked"])
-def test_compiled_in_one_graph(two, masked, backend):
-    against_the_oracle(two, shares=[[3, 4], [3, 4]], masked=masked, compiled=backend, per_position=masked)
+def test_compiled_in_one_graph(two_on_cpu, masked, backend):
+    """On a CPU alone: collectives of compiled graphs crash on gloo with GPU tensors in torch 2.11, even without us."""
+    against_the_oracle(two_on_cpu, shares=[[3, 4], [3, 4]], masked=masked, compiled=backend, per_position=masked)
 
 
 def test_a_mini_batch_without_any_sample_teaches_nothing(two_or_three):
@@ -108,9 +109,14 @@ def test_a_group_of_its_own_is_shared_by_copies_and_not_pickled(three):
     three.check("a_group_of_some_ranks", seed=random.randrange(2**31))
 
 
-@pytest.mark.parametrize("how", ["ddp", "no_sync", "compiled", "ddp compiled", "checkpoint"])
+@pytest.mark.parametrize("how", ["ddp", "no_sync", "checkpoint"])
 def test_a_net_trains_as_in_one_process(two, how):
     two.check("net_against_one_process", seed=random.randrange(2**31), how=how)
+
+
+@pytest.mark.parametrize("how", ["compiled", "ddp compiled"])
+def test_a_compiled_net_trains_as_in_one_process(two_on_cpu, how):
+    two_on_cpu.check("net_against_one_process", seed=random.randrange(2**31), how=how)
 
 
 @pytest.mark.parametrize("how", ["ddp", "no_sync", "checkpoint"])

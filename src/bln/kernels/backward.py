@@ -1,4 +1,4 @@
-"""Training, backward: the chain rule through Algorithm 1, statistics reused, in two sweeps as in forward.
+"""Training, backward: the chain rule through Algorithm 1, statistics reused, in the arrangements of ``forward``.
 
 With ``g = dy * gamma``, and averages over samples for each column and over features for each row,
 
@@ -13,137 +13,267 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import tiles
+
+
+@triton.jit
+def _columns(statistics, q, c, P, Q, C, eps, KIND: tl.constexpr):
+    """Batch means and one over deviations, of which there are some for ``Q`` positions."""
+    at, inside = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
+    mean_B = tl.load(statistics + at, mask=inside, other=0.0)
+    var_B = tl.load(statistics + P.to(tl.int64) * C + at, mask=inside, other=1.0)
+    return mean_B, tl.rsqrt(var_B + eps)
+
+
+@triton.jit
+def _row_sums(d, v, mean_F, r_F, gamma, C, KIND: tl.constexpr, SHORT: tl.constexpr):
+    """Averages of g, and of g times the distance to the row's mean, over its variance."""
+    g = d * gamma
+    flat = tiles.over_features(g, KIND)
+    if SHORT:
+        along = tiles.over_features(g * v, KIND) - mean_F * flat
+    else:
+        along = tiles.over_features(g * (v - mean_F), KIND)
+    return flat * (1.0 / C), along * (r_F * r_F * (1.0 / C))
+
+
+@triton.jit
+def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT: tl.constexpr):
+    """dx as two multiplications and additions for each value; ``s`` are w / sigma."""
+    slope = gamma * s_F + gamma * s_B
+    down_B, down_F = s_B * along_B, s_F * along_F
+    if SHORT:
+        rest = (down_B * mean_B - s_B * flat_B) + (down_F * mean_F - s_F * flat_F)
+        dx = d * slope + (rest - v * (down_B + down_F))
+    else:
+        rest = down_F * (mean_F - mean_B) - (s_B * flat_B + s_F * flat_F)
+        dx = d * slope + (rest - (v - mean_B) * (down_B + down_F))
+    return dx
+
+
+@triton.jit(do_not_specialize=["N", "P", "C"])
+def resident(
+    x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Whole slabs of some positions, then of the next, on a grid that stays."""
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    n, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
+    w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
+    g = tiles.parameter(gamma, folded, C, 1.0)
+    rows = statistics + 2 * P.to(tl.int64) * C
+    dgamma = tl.zeros((folded + ps).shape, tl.float32)
+    dbeta = tl.zeros((c + ps).shape, tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
+        p = block * BP + ps
+        at, in_row = tiles.offset(n, p, c, P, C, KIND), (n < N) & (p < P)
+        real = in_row & (c < C)
+        v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
+        d = tiles.fetch(dy + at, real, EVEN).to(tl.float32)
+        mean_B, r_B = _columns(statistics, p, folded, P, P, C, eps, KIND)
+        row = tiles.row_offset(n, p, N, P, KIND)
+        mean_F = tl.load(rows + row, mask=in_row, other=0.0)
+        r_F = tl.rsqrt(tl.load(rows + P.to(tl.int64) * N + row, mask=in_row, other=1.0) + eps)
+        flat_F, along_F = _row_sums(d, v, mean_F, r_F, g, C, KIND, SHORT)
+        total = tiles.over_samples(tiles.fold(d, KIND), KIND, False)  # 0 out of bounds, and so are its products
+        dot_B = tiles.over_samples(tiles.fold(d * (v - mean_B), KIND), KIND, False)
+        dot_F = tiles.over_samples(tiles.fold(d * (v * r_F - mean_F * r_F), KIND), KIND, False)
+        dbeta += total
+        dgamma += (w_B * r_B) * dot_B + w_F * dot_F
+        flat_B, along_B = g * total * (1.0 / N), g * dot_B * (r_B * r_B * (1.0 / N))
+        out = _derivative(
+            d, v, mean_B, w_B * r_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT
+        )  # fmt: skip
+        tiles.put(dx + at, out, real, EVEN)
+    _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, folded, C, KIND)
+
 
 @triton.jit
 def _sums(
-    x, dy, mean_B, r_B, feature_mean, feature_var, p, first, last,
-    N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    x, dy, hidden, statistics, sums, mean_B, gamma, p, first, last, N, P, C, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
-    """Column sums of dy, dy * x_B and dy * x_F over the samples ``first`` to ``last``."""
-    ns, cs = tl.arange(0, BN), tl.arange(0, BC)
-    c = cs[None, None, :]
-    inside = (p < P)[None, :, None] & (c < C)
-    base = x + p.to(tl.int64)[None, :, None] * stride_p + c * stride_c
-    dy_base = dy + p.to(tl.int64)[None, :, None] * dy_stride_p + c * dy_stride_c
-    total = tl.zeros([BN, BP, BC], tl.float32)
-    dot_B = tl.zeros([BN, BP, BC], tl.float32)
-    dot_F = tl.zeros([BN, BP, BC], tl.float32)
+    """Over the samples ``first`` to ``last``: what rows need is stored; returned are the column sums of dy,
+    dy * (x - mean_B) and dy * x_F.
+    """
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
+    rows = statistics + 2 * P.to(tl.int64) * C
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(in_row, c, C, EVEN)
+    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
+    step, row_step = tiles.strides(P, C, KIND)
+    x, dy, rows, sums = x + first * step, dy + first * step, rows + first * row_step, sums + first * row_step
+    count = P.to(tl.int64) * N
+    ahead_v, ahead_d = tiles.fetch(x + at, real, EVEN), tiles.fetch(dy + at, real, EVEN)
+    ahead_mean = tl.load(rows + row, mask=in_row, other=0.0)
+    ahead_var = tl.load(rows + count + row, mask=in_row, other=1.0)
+    total = tiles.fold(ahead_d.to(tl.float32) * 0.0, KIND)
+    dot_B = total
+    dot_F = total
     for start in range(first, last, BN):
         n = start + ns
-        real = (n < last)[:, None, None] & inside
-        v = tl.load(base + n.to(tl.int64)[:, None, None] * stride_n, mask=real, other=0.0).to(tl.float32)
-        d = tl.load(dy_base + n.to(tl.int64)[:, None, None] * dy_stride_n, mask=real, other=0.0).to(tl.float32)
-        row, in_row = p[None, :] * N + n[:, None], (p < P)[None, :] & (n < last)[:, None]
-        mean_F = tl.load(feature_mean + row, mask=in_row, other=0.0)
-        r_F = tl.rsqrt(tl.load(feature_var + row, mask=in_row, other=1.0) + eps)
-        total += d  # 0 out of bounds, and so are its products
-        dot_B += d * (v - mean_B[None, :, :])
-        dot_F += d * ((v - mean_F[:, :, None]) * r_F[:, :, None])
-    return tl.sum(total, 0), tl.sum(dot_B, 0) * r_B, tl.sum(dot_F, 0)
+        v, d = ahead_v.to(tl.float32), ahead_d.to(tl.float32)
+        mean_F, r_F = ahead_mean, tl.rsqrt(ahead_var + eps)
+        in_row = tiles.real_rows(n + BN, p, last, P, hidden, MASKED)
+        real = tiles.real_values(in_row, c, C, EVEN)
+        x, dy, rows = x + BN * step, dy + BN * step, rows + BN * row_step
+        ahead_v = tiles.fetch(x + at, real, False)
+        ahead_d = tiles.fetch(dy + at, real, False)
+        ahead_mean = tiles.fetch(rows + row, in_row, False)
+        ahead_var = tiles.fetch(rows + count + row, in_row, False)
+        flat_F, along_F = _row_sums(d, v, mean_F, r_F, gamma, C, KIND, SHORT)
+        tl.store(sums + row, flat_F, mask=(n < last) & (p < P))
+        tl.store(sums + count + row, along_F, mask=(n < last) & (p < P))
+        sums += BN * row_step
+        total += tiles.fold(d, KIND)
+        if SHORT:
+            dot_B += tiles.fold(d * v, KIND)
+        else:
+            dot_B += tiles.fold(d * (v - mean_B), KIND)
+        dot_F += tiles.fold(d * (v * r_F - mean_F * r_F), KIND)
+    if SHORT:
+        dot_B -= mean_B * total
+    total = tiles.over_samples(total, KIND, POOLED)
+    return total, tiles.over_samples(dot_B, KIND, POOLED), tiles.over_samples(dot_F, KIND, POOLED)
 
 
 @triton.jit
 def _differentiate(
-    x, dy, dx, g, total, dot_B, mean_B, r_B, feature_mean, feature_var, p, first, last,
-    N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, w_B, w_F, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last, N, P, C, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dx of the samples ``first`` to ``last``, given the column sums over all."""
-    ns, cs = tl.arange(0, BN), tl.arange(0, BC)
-    c = cs[None, None, :]
-    inside = (p < P)[None, :, None] & (c < C)
-    base = p.to(tl.int64)[None, :, None] * stride_p + c * stride_c
-    dy_base = dy + p.to(tl.int64)[None, :, None] * dy_stride_p + c * dy_stride_c
-    s_B = w_B * r_B
-    along_B, flat_B = s_B * r_B * (g * dot_B / N), s_B * (g * total / N)
-    for start in range(first, last, BN):
-        n = start + ns
-        real = (n < last)[:, None, None] & inside
-        at = base + n.to(tl.int64)[:, None, None] * stride_n
-        v = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
-        d = tl.load(dy_base + n.to(tl.int64)[:, None, None] * dy_stride_n, mask=real, other=0.0).to(tl.float32)
-        d = d * g[None, :, :]
-        row, in_row = p[None, :] * N + n[:, None], (p < P)[None, :] & (n < last)[:, None]
-        mean_F = tl.load(feature_mean + row, mask=in_row, other=0.0)
-        r_F = tl.rsqrt(tl.load(feature_var + row, mask=in_row, other=1.0) + eps)
-        u = v - mean_F[:, :, None]
-        s_F = w_F * r_F
-        along_F, flat_F = s_F * r_F * r_F * (tl.sum(d * u, 2) / C), s_F * (tl.sum(d, 2) / C)
-        out = d * (s_B[None, :, :] + s_F[:, :, None]) - (flat_B[None, :, :] + flat_F[:, :, None])
-        out -= along_B[None, :, :] * (v - mean_B[None, :, :]) + along_F[:, :, None] * u
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=real)
+    """dx of the samples ``first`` to ``last``, the last ones first; 0 at hidden entries."""
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
+    means = statistics + 2 * P.to(tl.int64) * C
+    count = P.to(tl.int64) * N
+    steps = tl.cdiv(last - first, BN)
+    begin = first + (steps - 1) * BN
+    inside = tiles.real_rows(begin + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(inside, c, C, EVEN)
+    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
+    step, row_step = tiles.strides(P, C, KIND)
+    x, dy, dx = x + begin * step, dy + begin * step, dx + begin * step
+    means, sums = means + begin * row_step, sums + begin * row_step
+    ahead_v, ahead_d = tiles.fetch(x + at, real, EVEN), tiles.fetch(dy + at, real, EVEN)
+    ahead_mean = tl.load(means + row, mask=inside, other=0.0)
+    ahead_var = tl.load(means + count + row, mask=inside, other=1.0)
+    ahead_flat = tl.load(sums + row, mask=inside, other=0.0)
+    ahead_along = tl.load(sums + count + row, mask=inside, other=0.0)
+    for done in range(steps):
+        n = begin - done * BN + ns
+        v, d = ahead_v.to(tl.float32), ahead_d.to(tl.float32)
+        mean_F, var_F, flat_F, along_F = ahead_mean, ahead_var, ahead_flat, ahead_along
+        in_this = inside
+        inside = tiles.real_rows(n - BN, p, last, P, hidden, MASKED) & (n >= first + BN)
+        real = tiles.real_values(inside, c, C, EVEN)
+        x, dy, means, sums = x - BN * step, dy - BN * step, means - BN * row_step, sums - BN * row_step
+        ahead_v = tiles.fetch(x + at, real, False)
+        ahead_d = tiles.fetch(dy + at, real, False)
+        ahead_mean = tiles.fetch(means + row, inside, False)
+        ahead_var = tiles.fetch(means + count + row, inside, False)
+        ahead_flat = tiles.fetch(sums + row, inside, False)
+        ahead_along = tiles.fetch(sums + count + row, inside, False)
+        s_F = w_F * tl.rsqrt(var_F + eps)
+        out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT)
+        if MASKED:
+            out = tl.where(in_this, out, 0.0)
+        tiles.put(dx + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        dx -= BN * step
 
 
 @triton.jit
-def whole(
-    x, dy, dx, gamma, batch_mean, batch_var, feature_mean, feature_var, partial_gamma, partial_beta,
-    N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, w_B, w_F, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+def _store_parameters(at, dgamma, dbeta, c, folded, C, KIND: tl.constexpr):
+    """What the positions of a block give together."""
+    if KIND == tiles.ACROSS:
+        dgamma, dbeta = tl.sum(dgamma, 2, keep_dims=True), tl.sum(dbeta, 2, keep_dims=True)
+    tl.store(at + folded, dgamma, mask=folded < C)
+    tl.store(at + C + c, dbeta, mask=c < C)
+
+
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
+def sweep(
+    x, dy, dx, hidden, gamma, statistics, partials, sums, rows, inverse_m, counts, N, P, C, run, splits, parts,
+    mix_eps, scale, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr,
 ):  # fmt: skip
-    """Both sweeps over all samples of some positions, then of the next, on a grid that stays."""
-    ps, cs = tl.arange(0, BP), tl.arange(0, BC)
-    g = tl.load(gamma + cs, mask=cs < C, other=0.0).to(tl.float32)[None, :]
-    dgamma = tl.zeros([BP, BC], tl.float32)
-    dbeta = tl.zeros([BP, BC], tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0)):
-        p = block * BP + ps
-        column, in_column = p[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
-        mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
-        r_B = tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
+    """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
+
+    ``partials`` are column sums ``[3, splits, P, C]``, of which the second sweep alone reads ``parts``; ``sums`` is
+    what the second sweep needs of each row; ``rows`` is what each block of positions gives to the gradients of gamma
+    and beta, ``[blocks, 2, C]``.
+    """
+    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    first, last = split * run, tl.minimum(N, (split + 1) * run)
+    _, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
+    p = block * BP + ps
+    q, Q = p, P  # where the statistics of a position are, and for how many there are some
+    if POOLED:
+        q, Q = tl.zeros([1, 1, 1], tl.int32), P * 0 + 1
+    columns = Q.to(tl.int64) * C
+    mean_B, r_B = _columns(statistics, q, folded, P, Q, C, eps, KIND)
+    g = tiles.parameter(gamma, folded, C, 1.0)
+    if SUM:
         total, dot_B, dot_F = _sums(
-            x, dy, mean_B, r_B, feature_mean, feature_var, p, 0, N,
-            N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, eps, BN, BP, BC,
+            x, dy, hidden, statistics, sums, mean_B, g, p, first, last, N, P, C, eps,
+            A, B, L, BN, KIND, SIDE, EVEN, MASKED, POOLED,
         )  # fmt: skip
-        dbeta += total
-        dgamma += w_B * dot_B + w_F * dot_F
+    if SUM and not DIFFERENTIATE:
+        if POOLED:
+            split, splits = tl.program_id(0), tl.num_programs(0)
+        column, in_column = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
+        to = partials + split * columns + column
+        tl.store(to, total, mask=in_column)
+        tl.store(to + splits * columns, dot_B, mask=in_column)
+        tl.store(to + 2 * splits * columns, dot_F, mask=in_column)
+    if DIFFERENTIATE:
+        if SUM:
+            tl.debug_barrier()  # what rows need was stored by other threads
+        else:
+            column, in_column = tiles.column_offset(q, folded, Q, C, KIND), (q < Q) & (folded < C)
+            total = tl.zeros(column.shape, tl.float32)
+            dot_B = tl.zeros(column.shape, tl.float32)
+            dot_F = tl.zeros(column.shape, tl.float32)
+            for part in range(parts):
+                of = partials + part * columns + column
+                total += tl.load(of, mask=in_column, other=0.0)
+                dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
+                dot_F += tl.load(of + 2 * parts * columns, mask=in_column, other=0.0)
+        count = N.to(tl.float32) * (P // Q)
+        if MASKED:
+            count = tl.maximum(tl.load(counts + q, mask=q < Q, other=1.0), 1.0)
+            inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
+        w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
+        if split == 0:
+            dgamma = tl.where(q < Q, (w_B * r_B) * dot_B + w_F * dot_F, 0.0)
+            if POOLED:  # each block has the sums of all: they count once
+                dgamma, once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
+                _store_parameters(rows + 2 * block * C, dgamma, once, folded, folded, C, tiles.NARROW)
+            else:
+                _store_parameters(rows + 2 * block * C, dgamma, total, c if SUM else folded, folded, C, KIND)
+        flat_B, along_B = g * total / count, g * dot_B * (r_B * r_B / count)
         _differentiate(
-            x, dy, dx, g, total, dot_B, mean_B, r_B, feature_mean, feature_var, p, 0, N,
-            N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, w_B, w_F, eps,
-            BN, BP, BC,
+            x, dy, dx, hidden, g, statistics, sums, mean_B, w_B * r_B, flat_B, along_B, w_F, p, first, last,
+            N, P, C, eps, A, B, L, BN, KIND, SIDE, EVEN, MASKED,
         )  # fmt: skip
-    at = tl.program_id(0) * C + cs
-    tl.store(partial_gamma + at, tl.sum(dgamma, 0), mask=cs < C)
-    tl.store(partial_beta + at, tl.sum(dbeta, 0), mask=cs < C)
 
 
-@triton.jit
-def sums(
-    x, dy, batch_mean, batch_var, feature_mean, feature_var, partial_total, partial_dot, partial_gamma,
-    N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, run, w_B, w_F, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """The first sweep over one run of samples."""
-    p, cs, split = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BC), tl.program_id(1)
-    column, in_column = p[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
-    mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
-    r_B = tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
-    total, dot_B, dot_F = _sums(
-        x, dy, mean_B, r_B, feature_mean, feature_var, p, split * run, tl.minimum(N, (split + 1) * run),
-        N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, eps, BN, BP, BC,
-    )  # fmt: skip
-    column += split * P * C
-    tl.store(partial_total + column, total, mask=in_column)
-    tl.store(partial_dot + column, dot_B, mask=in_column)
-    tl.store(partial_gamma + column, w_B * dot_B + w_F * dot_F, mask=in_column)
-
-
-@triton.jit
-def differentiate(
-    x, dy, dx, gamma, batch_mean, batch_var, feature_mean, feature_var, column_total, column_dot,
-    N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, run, w_B, w_F, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """The second sweep over one run of samples."""
-    p, cs, split = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BC), tl.program_id(1)
-    column, in_column = p[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
-    g = tl.load(gamma + cs, mask=cs < C, other=0.0).to(tl.float32)[None, :]
-    mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
-    r_B = tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
-    total = tl.load(column_total + column, mask=in_column, other=0.0)
-    dot_B = tl.load(column_dot + column, mask=in_column, other=0.0)
-    _differentiate(
-        x, dy, dx, g, total, dot_B, mean_B, r_B, feature_mean, feature_var, p,
-        split * run, tl.minimum(N, (split + 1) * run),
-        N, P, C, stride_n, stride_p, stride_c, dy_stride_n, dy_stride_p, dy_stride_c, w_B, w_F, eps, BN, BP, BC,
-    )  # fmt: skip
+@triton.jit(do_not_specialize=["number", "width"])
+def add(parts, total, number, width, BS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum ``[outer, number, width]`` over the number."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    parts += tl.program_id(1).to(tl.int64) * number * width
+    found = tl.zeros([1, BLOCK], tl.float32)
+    for start in range(0, number, BS):
+        row = start + tl.arange(0, BS)[:, None]
+        values = tl.load(parts + row.to(tl.int64) * width + at, mask=(row < number) & (at < width), other=0.0)
+        found += tl.sum(values, 0, keep_dims=True)
+    tl.store(total + tl.program_id(1) * width + at, found, mask=at < width)

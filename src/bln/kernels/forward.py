@@ -1,11 +1,11 @@
-"""Training, forward: Algorithm 1 in two sweeps over each slab ``x[:, p, :]``.
+"""Training, forward: Algorithm 1 on slabs ``x[:, p, :]``.
 
-The first sweep measures, the second normalizes. One program does both where there are positions enough for the whole
-chip, and the second finds its slab in cache; else samples are split into runs, the sweeps are kernels of their own, and
-``merge`` stands between them.
+``resident`` holds whole slabs in registers: one read, one write. Larger ones are swept over twice, first measured, then
+normalized. Where there are slabs enough for all processors one program does both, and finds most of the slab in the
+cache the second time; else several programs share a slab, and the sweeps are launches of their own.
 
-A tile is ``samples x positions x features`` values with all features in it, so feature statistics are complete in it.
-Column sums stay where the values are and meet once, at the end: no program waits in the loop.
+All write one buffer of statistics: batch means and variances of columns, feature means and variances of rows, the
+averages over samples of these two ``[P]``, and for each program whether the variances it met are finite.
 """
 
 from __future__ import annotations
@@ -13,144 +13,288 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import tiles
+
+
+@triton.jit
+def _store_columns(statistics, q, c, mean_B, var_B, P, Q, C, KIND: tl.constexpr):
+    """There are some for ``Q`` positions, and room for all."""
+    at, inside = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
+    tl.store(statistics + at, mean_B, mask=inside)
+    tl.store(statistics + P.to(tl.int64) * C + at, var_B, mask=inside)
+
+
+@triton.jit
+def _store_averages(statistics, p, mean, var, N, P, C):
+    at = 2 * P.to(tl.int64) * (C + N) + p
+    tl.store(statistics + at, mean, mask=p < P)
+    tl.store(statistics + P + at, var, mask=p < P)
+
+
+@triton.jit
+def _store_finite(statistics, program, check, N, P, C):
+    """``check`` is a sum of zeros, each a variance times 0: that is NaN for NaN and infinity."""
+    tl.store(statistics + 2 * P.to(tl.int64) * (C + N + 1) + program, tl.where(check == 0, 1.0, 0.0))
+
+
+@triton.jit(do_not_specialize=["N", "P", "C"])
+def resident(
+    x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Whole slabs of some positions, then of the next, on a grid that stays."""
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    n, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
+    w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
+    g = tiles.parameter(gamma, folded, C, 1.0)
+    b = tiles.parameter(beta, folded, C, 0.0)
+    rows = statistics + 2 * P.to(tl.int64) * C
+    check = 0.0
+    for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
+        p = block * BP + ps
+        at, in_row = tiles.offset(n, p, c, P, C, KIND), (n < N) & (p < P)
+        real = in_row & (c < C)
+        v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
+        mean_F, var_F = tiles.feature_statistics(v, real, C, KIND, EVEN)
+        mean_B = tiles.over_samples(tiles.fold(v, KIND), KIND, False) * (1.0 / N)  # eq 10
+        w = v - mean_B
+        if not EVEN:
+            w = tl.where(real, w, 0.0)
+        var_B = tiles.over_samples(tiles.fold(w * w, KIND), KIND, False) * (1.0 / N)  # eq 11
+        s_B = w_B * g * tl.rsqrt(var_B + eps)
+        s_F = w_F * tl.rsqrt(var_F + eps)
+        tiles.put(y + at, tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT), real, EVEN)
+
+        _store_columns(statistics, p, c, mean_B, var_B, P, P, C, KIND)
+        row = tiles.row_offset(n, p, N, P, KIND)
+        tl.store(rows + row, mean_F, mask=in_row)
+        tl.store(rows + P.to(tl.int64) * N + row, var_F, mask=in_row)
+        average_F = tiles.over_samples(tiles.fold(mean_F, KIND), KIND, False) * (1.0 / N)
+        average_var_F = tiles.over_samples(tiles.fold(var_F, KIND), KIND, False) * (1.0 / N)
+        _store_averages(statistics, p, average_F, average_var_F, N, P, C)
+        check += tl.sum(var_B * 0.0) + tl.sum(average_var_F * 0.0)
+    _store_finite(statistics, tl.program_id(0), check, N, P, C)
+
 
 @triton.jit
 def _measure(
-    x, feature_mean, feature_var, p, first, last, N, P, C, stride_n, stride_p, stride_c,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    x, hidden, rows, p, first, last, N, P, C,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of the samples ``first`` to ``last``: those of rows are stored, of columns (mean, squares) returned.
+    """Statistics of the samples ``first`` to ``last``: those of rows are stored; returned are, of columns, the number
+    of entries, their mean and squares around it, and the sums of the rows' means and variances.
 
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.
     """
-    ns, cs = tl.arange(0, BN), tl.arange(0, BC)
-    c = cs[None, None, :]
-    inside = (p < P)[None, :, None] & (c < C)
-    base = x + p.to(tl.int64)[None, :, None] * stride_p + c * stride_c
-    few = (first + ns)[:, None, None]
-    pivot = tl.load(base + few.to(tl.int64) * stride_n, mask=(few < last) & inside, other=0.0).to(tl.float32)
-    pivot = tl.sum(pivot, 0) / tl.minimum(BN, last - first)
-    total = tl.zeros([BN, BP, BC], tl.float32)
-    square = tl.zeros([BN, BP, BC], tl.float32)
+    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(in_row, c, C, EVEN)
+    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
+    step, row_step = tiles.strides(P, C, KIND)
+    x, rows = x + first * step, rows + first * row_step
+    ahead = tiles.fetch(x + at, real, EVEN)
+    entries = tiles.entries(in_row, p, BN, KIND, EVEN, POOLED)
+    pivot = tiles.over_samples(tiles.fold(ahead.to(tl.float32), KIND), KIND, POOLED) / tl.maximum(entries, 1.0)
+    total = tiles.fold(ahead.to(tl.float32) * 0.0, KIND)
+    square = total
+    sum_mean = in_row.to(tl.float32) * 0.0
+    sum_var = sum_mean
+    count = entries * 0.0
     for start in range(first, last, BN):
         n = start + ns
-        real = (n < last)[:, None, None] & inside
-        v = tl.load(base + n.to(tl.int64)[:, None, None] * stride_n, mask=real, other=0.0).to(tl.float32)
-        mean_F = tl.sum(v, 2) / C  # eq 12
-        u = tl.where(c < C, v - mean_F[:, :, None], 0.0)
-        row, in_row = p[None, :] * N + n[:, None], (p < P)[None, :] & (n < last)[:, None]
-        tl.store(feature_mean + row, mean_F, mask=in_row)
-        tl.store(feature_var + row, tl.sum(u * u, 2) / C, mask=in_row)  # eq 13
-        w = tl.where((n < last)[:, None, None], v - pivot[None, :, :], 0.0)
-        total += w
-        square += w * w
-    count = last - first
-    moved = tl.sum(total, 0) / count
-    return pivot + moved, tl.sum(square, 0) - moved * moved * count
+        v, in_this, real_now = ahead.to(tl.float32), in_row, real
+        in_row = tiles.real_rows(n + BN, p, last, P, hidden, MASKED)
+        real = tiles.real_values(in_row, c, C, EVEN)
+        x += BN * step
+        ahead = tiles.fetch(x + at, real, False)
+        mean_F, var_F = tiles.feature_statistics(v, real_now, C, KIND, EVEN)
+        tl.store(rows + row, mean_F, mask=(n < last) & (p < P))
+        tl.store(rows + P.to(tl.int64) * N + row, var_F, mask=(n < last) & (p < P))
+        rows += BN * row_step
+        sum_mean += mean_F  # 0 where there is no row
+        sum_var += var_F
+        entries = tiles.entries(in_this, p, BN, KIND, EVEN, POOLED)
+        if MASKED:  # as long as a column has no entry, nothing was summed around anything
+            here = tiles.over_samples(tiles.fold(v, KIND), KIND, POOLED) / tl.maximum(entries, 1.0)
+            pivot = tl.where(count == 0, here, pivot)
+        count += entries
+        w = v - pivot
+        if not EVEN:
+            w = tl.where(real_now, w, 0.0)
+        total += tiles.fold(w, KIND)
+        square += tiles.fold(w * w, KIND)
+    divisor = tl.maximum(count, 1.0)
+    moved = tiles.over_samples(total, KIND, POOLED) / divisor
+    squares = tiles.over_samples(square, KIND, POOLED) - moved * moved * divisor
+    sum_mean = tiles.over_samples(tiles.fold(sum_mean, KIND), KIND, POOLED)
+    sum_var = tiles.over_samples(tiles.fold(sum_var, KIND), KIND, POOLED)
+    return count, pivot + moved, squares, sum_mean, sum_var
 
 
 @triton.jit
 def _normalize(
-    x, y, gamma, beta, mean_B, var_B, feature_mean, feature_var, p, first, last,
-    N, P, C, stride_n, stride_p, stride_c, w_B, w_F, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Eqs 14-17 of the samples ``first`` to ``last``."""
-    ns, cs = tl.arange(0, BN), tl.arange(0, BC)
-    c = cs[None, None, :]
-    inside = (p < P)[None, :, None] & (c < C)
-    base = p.to(tl.int64)[None, :, None] * stride_p + c * stride_c
-    g = tl.load(gamma + cs, mask=cs < C, other=0.0).to(tl.float32)[None, :]
-    b = tl.load(beta + cs, mask=cs < C, other=0.0).to(tl.float32)[None, None, :]
-    s_B = w_B * g * tl.rsqrt(var_B + eps)
-    for start in range(first, last, BN):
-        n = start + ns
-        real = (n < last)[:, None, None] & inside
-        at = base + n.to(tl.int64)[:, None, None] * stride_n
-        v = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
-        row, in_row = p[None, :] * N + n[:, None], (p < P)[None, :] & (n < last)[:, None]
-        mean_F = tl.load(feature_mean + row, mask=in_row, other=0.0)
-        s_F = w_F * tl.rsqrt(tl.load(feature_var + row, mask=in_row, other=0.0) + eps)
-        out = (v - mean_B[None, :, :]) * s_B[None, :, :] + b
-        out += (v - mean_F[:, :, None]) * s_F[:, :, None] * g[None, :, :]
-        tl.store(y + at, out.to(y.dtype.element_ty), mask=real)
+    """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0."""
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
+    count = P.to(tl.int64) * N
+    steps = tl.cdiv(last - first, BN)
+    begin = first + (steps - 1) * BN
+    inside = tiles.real_rows(begin + ns, p, last, P, hidden, MASKED)
+    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
+    step, row_step = tiles.strides(P, C, KIND)
+    x, y, rows = x + begin * step, y + begin * step, rows + begin * row_step
+    ahead = tiles.fetch(x + at, tiles.real_values(inside, c, C, EVEN), EVEN)
+    ahead_mean = tl.load(rows + row, mask=inside, other=0.0)
+    ahead_var = tl.load(rows + count + row, mask=inside, other=0.0)
+    for done in range(steps):
+        n = begin - done * BN + ns
+        v, mean_F, var_F = ahead.to(tl.float32), ahead_mean, ahead_var
+        in_this = inside
+        inside = tiles.real_rows(n - BN, p, last, P, hidden, MASKED) & (n >= first + BN)
+        real = tiles.real_values(inside, c, C, EVEN)
+        x -= BN * step
+        rows -= BN * row_step
+        ahead = tiles.fetch(x + at, real, False)
+        ahead_mean = tiles.fetch(rows + row, inside, False)
+        ahead_var = tiles.fetch(rows + count + row, inside, False)
+        out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
+        if MASKED:
+            out = tl.where(in_this, out, 0.0)
+        tiles.put(y + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        y -= BN * step
+
+
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
+def sweep(
+    x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    MEASURE: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """One or both sweeps over a run of samples of some positions.
+
+    Of the first alone, ``splits`` programs for each block of positions leave partial results; the second alone reads
+    ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read.
+    """
+    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    first, last = split * run, tl.minimum(N, (split + 1) * run)
+    _, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
+    p = block * BP + ps
+    q, Q = p, P  # where the statistics of a position are, and for how many there are some
+    if POOLED:
+        q, Q = tl.zeros([1, 1, 1], tl.int32), P * 0 + 1
+    rows = statistics + 2 * P.to(tl.int64) * C
+    if MEASURE:
+        count, mean_B, square, sum_mean, sum_var = _measure(
+            x, hidden, rows, p, first, last, N, P, C, A, B, L, BN, KIND, SIDE, EVEN, MASKED, POOLED
+        )
+    if MEASURE and not NORMALIZE:
+        if POOLED:
+            split, splits = tl.program_id(0), tl.num_programs(0)
+        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, KIND)
+    if NORMALIZE:
+        if MEASURE:
+            tl.debug_barrier()  # statistics of rows were stored by other threads
+        else:
+            count, mean_B, square, sum_mean, sum_var = _join(partials, parts, q, folded, Q, C, KIND)
+        divisor = tl.maximum(count, 1.0)
+        var_B = square / divisor
+        if split == 0:
+            _store_columns(statistics, q, c if MEASURE else folded, mean_B, var_B, P, Q, C, KIND)
+            _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
+            _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
+        if MASKED:
+            inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
+        w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
+        g = tiles.parameter(gamma, folded, C, 1.0)
+        b = tiles.parameter(beta, folded, C, 0.0)
+        s_B = w_B * g * tl.rsqrt(var_B + eps)
+        _normalize(
+            x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
+            A, B, L, BN, KIND, SIDE, EVEN, MASKED,
+        )  # fmt: skip
 
 
 @triton.jit
-def whole(
-    x, y, gamma, beta, batch_mean, batch_var, feature_mean, feature_var,
-    N, P, C, stride_n, stride_p, stride_c, w_B, w_F, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Both sweeps over all samples of some positions."""
-    p, cs = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BC)
-    mean_B, square = _measure(x, feature_mean, feature_var, p, 0, N, N, P, C, stride_n, stride_p, stride_c, BN, BP, BC)
-    var_B = square / N
-    column, in_column = p[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
-    tl.store(batch_mean + column, mean_B, mask=in_column)
-    tl.store(batch_var + column, var_B, mask=in_column)
-    tl.debug_barrier()  # the rows' statistics were stored by other threads
-    _normalize(
-        x, y, gamma, beta, mean_B, var_B, feature_mean, feature_var, p, 0, N,
-        N, P, C, stride_n, stride_p, stride_c, w_B, w_F, eps, BN, BP, BC,
-    )  # fmt: skip
+def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C, KIND: tl.constexpr):
+    """Partial results: means, squares of columns; counts, sums of rows' means and variances ``[splits, P]``."""
+    columns = P.to(tl.int64) * C
+    column, in_column = tiles.column_offset(p, c, P, C, KIND), (p < P) & (c < C)
+    tl.store(partials + split * columns + column, mean, mask=in_column)
+    tl.store(partials + (splits + split) * columns + column, square, mask=in_column)
+    at = partials + 2 * splits * columns + split * P + p
+    tl.store(at, count, mask=p < P)
+    tl.store(at + splits * P, sum_mean, mask=p < P)
+    tl.store(at + 2 * splits * P, sum_var, mask=p < P)
 
 
 @triton.jit
-def measure(
-    x, partial_mean, partial_square, feature_mean, feature_var, N, P, C, stride_n, stride_p, stride_c, run,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """The first sweep over one run of samples."""
-    p, cs, split = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BC), tl.program_id(1)
-    mean, square = _measure(
-        x, feature_mean, feature_var, p, split * run, tl.minimum(N, (split + 1) * run),
-        N, P, C, stride_n, stride_p, stride_c, BN, BP, BC,
-    )  # fmt: skip
-    column, in_column = (split * P + p[:, None]) * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
-    tl.store(partial_mean + column, mean, mask=in_column)
-    tl.store(partial_square + column, square, mask=in_column)
+def _join(partials, parts, p, c, P, C, KIND: tl.constexpr):
+    """All parts together: means weighted by counts, squares moved to the common mean."""
+    columns = P.to(tl.int64) * C
+    column, in_column = tiles.column_offset(p, c, P, C, KIND), (p < P) & (c < C)
+    counts = partials + 2 * parts * columns + p
+    count = tl.zeros(p.shape, tl.float32)
+    sum_mean = tl.zeros(p.shape, tl.float32)
+    sum_var = tl.zeros(p.shape, tl.float32)
+    mean = tl.zeros(column.shape, tl.float32)
+    for part in range(parts):
+        has = tl.load(counts + part * P, mask=p < P, other=0.0)
+        count += has
+        sum_mean += tl.load(counts + (parts + part) * P, mask=p < P, other=0.0)
+        sum_var += tl.load(counts + (2 * parts + part) * P, mask=p < P, other=0.0)
+        mean += has * tl.load(partials + part * columns + column, mask=in_column, other=0.0)
+    mean = mean / tl.maximum(count, 1.0)
+    square = tl.zeros(column.shape, tl.float32)
+    for part in range(parts):
+        has = tl.load(counts + part * P, mask=p < P, other=0.0)
+        at = partials + part * columns + column
+        moved = tl.load(at, mask=in_column, other=0.0) - mean
+        square += tl.load(at + parts * columns, mask=in_column, other=0.0) + has * moved * moved
+    return count, mean, square, sum_mean, sum_var
 
 
-@triton.jit
-def merge(
-    partial_mean, partial_square, batch_mean, batch_var, N, columns, run, splits,
-    BS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Batch statistics of all runs together: their means weighted by counts, their squares moved to the common mean."""
+@triton.jit(do_not_specialize=["P", "C", "parts"])
+def merge(partials, joined, P, C, parts, KIND: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
+    """Many parts joined into one, in the same layout: for ``sweep``, which would read all of them in each program."""
+    columns = P.to(tl.int64) * C
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    p, first, inside = at // C, at % C == 0, at < columns
+    if KIND == tiles.ACROSS:
+        p, first = at % P, at < P
+    counts = partials + 2 * parts * columns + p
+    count = tl.zeros([1, BLOCK], tl.float32)
+    sum_mean = tl.zeros([1, BLOCK], tl.float32)
+    sum_var = tl.zeros([1, BLOCK], tl.float32)
     mean = tl.zeros([1, BLOCK], tl.float32)
-    for start in range(0, splits, BS):
-        split = start + tl.arange(0, BS)[:, None]
-        count = tl.maximum(tl.minimum(N - split * run, run), 0).to(tl.float32)
-        found = (split < splits) & (at < columns)
-        mean += tl.sum(count * tl.load(partial_mean + split * columns + at, mask=found, other=0.0), 0, keep_dims=True)
-    mean = mean / N
+    for start in range(0, parts, BS):
+        part = start + tl.arange(0, BS)[:, None]
+        found = (part < parts) & inside
+        has = tl.load(counts + part * P, mask=found, other=0.0)
+        count += tl.sum(has, 0, keep_dims=True)
+        sum_mean += tl.sum(tl.load(counts + (parts + part) * P, mask=found, other=0.0), 0, keep_dims=True)
+        sum_var += tl.sum(tl.load(counts + (2 * parts + part) * P, mask=found, other=0.0), 0, keep_dims=True)
+        mean += tl.sum(has * tl.load(partials + part * columns + at, mask=found, other=0.0), 0, keep_dims=True)
+    mean = mean / tl.maximum(count, 1.0)
     square = tl.zeros([1, BLOCK], tl.float32)
-    for start in range(0, splits, BS):
-        split = start + tl.arange(0, BS)[:, None]
-        count = tl.maximum(tl.minimum(N - split * run, run), 0).to(tl.float32)
-        found = (split < splits) & (at < columns)
-        moved = tl.load(partial_mean + split * columns + at, mask=found, other=0.0) - mean
-        inside = tl.load(partial_square + split * columns + at, mask=found, other=0.0)
-        square += tl.sum(tl.where(found, inside + count * moved * moved, 0.0), 0, keep_dims=True)
-    tl.store(batch_mean + at, mean, mask=at < columns)
-    tl.store(batch_var + at, square / N, mask=at < columns)
-
-
-@triton.jit
-def normalize(
-    x, y, gamma, beta, batch_mean, batch_var, feature_mean, feature_var,
-    N, P, C, stride_n, stride_p, stride_c, run, w_B, w_F, eps,
-    BN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """The second sweep over one run of samples."""
-    p, cs, split = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BC), tl.program_id(1)
-    column, in_column = p[:, None] * C + cs[None, :], (p < P)[:, None] & (cs < C)[None, :]
-    mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
-    var_B = tl.load(batch_var + column, mask=in_column, other=1.0)
-    _normalize(
-        x, y, gamma, beta, mean_B, var_B, feature_mean, feature_var, p, split * run, tl.minimum(N, (split + 1) * run),
-        N, P, C, stride_n, stride_p, stride_c, w_B, w_F, eps, BN, BP, BC,
-    )  # fmt: skip
+    for start in range(0, parts, BS):
+        part = start + tl.arange(0, BS)[:, None]
+        found = (part < parts) & inside
+        has = tl.load(counts + part * P, mask=found, other=0.0)
+        moved = tl.load(partials + part * columns + at, mask=found, other=0.0) - mean
+        within = tl.load(partials + (parts + part) * columns + at, mask=found, other=0.0)
+        square += tl.sum(within + has * moved * moved, 0, keep_dims=True)
+    tl.store(joined + at, mean, mask=inside)
+    tl.store(joined + columns + at, square, mask=inside)
+    tl.store(joined + 2 * columns + p, count, mask=inside & first)
+    tl.store(joined + 2 * columns + P + p, sum_mean, mask=inside & first)
+    tl.store(joined + 2 * columns + 2 * P + p, sum_var, mask=inside & first)

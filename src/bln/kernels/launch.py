@@ -1,9 +1,15 @@
-"""Launch choices: one kernel or two, in what tiles, by how many warps."""
+"""Launch choices: how slabs are held or swept over, in what tiles, by how many warps."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import lru_cache
+
+from . import tiles
+
+_ACROSS = 128  # features at most where positions lie side by side: threads hold some of each, and sums of them
+_RESIDENT = 16384  # values of a slab that registers hold; in backward, half of it
+_LANES = 32  # positions of a tile where they lie side by side: a warp's threads
 
 
 def power_of_two(value: int) -> int:
@@ -16,62 +22,172 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def across(p: int, c: int) -> bool:
+    """Whether the kernels take ``p`` positions side by side; else they want a copy with features last."""
+    return c <= _ACROSS and p * c < 2**26  # offsets within a tile of up to 32 samples have 32 bits
+
+
 @dataclass(frozen=True)
 class Launch:
     """How to go through ``x[n, p, c]``.
 
     Attributes:
-        samples, positions, features: The tile; all features are in it.
-        splits: Runs the samples are split into. 1: one program does both sweeps over its positions.
+        kind: The arrangement of a tile, one of ``tiles``.
+        tile: Its extents; all features are in it.
+        side: Values a thread reads side by side, where features lie last.
+        even: Tiles cover the input exactly.
         warps: For each program.
-        programs: For each multiprocessor, where the grid stays.
+        blocks: Tiles along positions.
+        resident: Whole slabs are held in registers.
+        programs: Of a resident grid, which goes from block to block.
+        stages: Blocks a resident grid has under way, the next ones being loaded while it works on one.
+        splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
+            are two launches.
+        run: Samples of each.
+        swapped: The rows of a tile are positions, not samples.
     """
 
-    samples: int
-    positions: int
-    features: int
-    splits: int
+    kind: int
+    tile: tuple[int, int, int]
+    side: int
+    even: bool
     warps: int
-    programs: int
+    blocks: int
+    resident: bool = False
+    programs: int = 0
+    stages: int = 1
+    splits: int = 1
+    run: int = 0
+    swapped: bool = False
 
     @property
-    def tile(self) -> dict[str, int]:
-        """What a kernel is launched with."""
-        return {"BN": self.samples, "BP": self.positions, "BC": self.features, "num_warps": self.warps}
+    def samples(self) -> int:
+        """Of a tile."""
+        return 1 if self.swapped else _rows(self.kind, self.tile)
 
-    @classmethod
-    def choose(
-        cls, n: int, p: int, c: int, *, backward: bool, wide: bool, positions_last: bool, processors: int
-    ) -> Launch:
-        """The heuristic, from timings on an H200; where positions lie side by side it is checked but not yet timed.
+    @property
+    def positions(self) -> int:
+        """Of a tile."""
+        if self.swapped:
+            return _rows(self.kind, self.tile)
+        return self.tile[2] if self.kind == tiles.ACROSS else 1
 
-        Args:
-            n: Samples.
-            p: Positions.
-            c: Features.
-            backward: Two tensors are read, and three sums kept for each column.
-            wide: Values of 4 bytes.
-            positions_last: Positions, not features, lie side by side in memory.
-            processors: Multiprocessors of the device.
-        """
-        features = power_of_two(c)
-        if positions_last and p > 1:
-            # Runs of positions, so that neighbouring threads read neighbouring values.
-            positions = max(8, min(64, power_of_two(p), 8192 // features))
-            warps = max(1, min(16, positions * features // 1024))
-            return cls(1, positions, features, 1, warps, programs=max(1, 16 // warps))
-        # 1,024 values for each warp. More warps share longer rows, and wait for each other: at 64 features and
-        # bfloat16 two take a third longer than one. In backward few warps leave registers for the sums: at 256
-        # features one is 1.2 times as fast as four.
-        if backward:
-            warps = 1 if features <= 256 else 2 if features <= 1024 else 4
-        else:
-            warps = max(1, min(8, power_of_two(math.isqrt(features) // 8) * (2 if wide else 1)))
-        positions = 1
-        while positions * features < 32 and 2 * positions <= p and cdiv(p, 2 * positions) >= 4 * processors:
-            positions *= 2
-        samples = max(1, min(power_of_two(n), 1024 * warps // (features * positions)))
-        # Too few positions to fill the chip, or to even out long programs: split the samples into runs of 16 and more.
-        few = p < processors or (p < 2 * processors and n * features > 65536)
-        splits = max(1, min(cdiv(n, max(16, samples)), cdiv(8 * processors, p))) if few else 1
-        return cls(samples, positions, features, splits, warps, programs=max(1, 16 // warps))
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """What every kernel is launched with. Multiplications and additions may be fused, as Triton long did."""
+        a, b, last = self.tile
+        shape = {"A": a, "B": b, "L": last, "BN": self.samples, "BP": self.positions, "KIND": self.kind}
+        return {**shape, "SIDE": self.side, "EVEN": self.even, "num_warps": self.warps, "enable_fp_fusion": True}
+
+    @property
+    def flags(self) -> int:
+        """How many programs say whether what they met is finite."""
+        return self.programs if self.resident else self.blocks
+
+
+def _rows(kind: int, tile: tuple[int, int, int]) -> int:
+    return {tiles.NARROW.value: tile[0] * tile[1], tiles.WIDE.value: tile[1], tiles.ACROSS.value: tile[0]}[kind]
+
+
+def arrange(
+    n: int, c: int, itemsize: int, across: bool, warps: int, values: int, once: bool = False
+) -> tuple[int, tuple[int, int, int], int]:
+    """Kind, extents and side of a tile with so many values for each thread, if there are as many samples.
+
+    ``once`` says that columns are loaded once and not for each tile.
+    """
+    features, samples = power_of_two(c), power_of_two(n)
+    if across:
+        return tiles.ACROSS.value, (max(1, min(samples, values * warps // features)), features, _LANES), 1
+    side = 8 if itemsize == 2 and (once or features < 32 * warps) else 4
+    if features <= 32 * side:
+        rows = min(samples, warps * 32 * side // features)
+        tile = max(1, min(samples // rows, values // side)), rows, features
+        return tiles.NARROW.value, tile, side if c % side == 0 else 1
+    side = 4
+    pieces = max(1, min(values // side, features // (32 * side)))
+    row = features // pieces
+    rows = warps * 32 * side // row * max(1, values // (pieces * side))
+    return tiles.WIDE.value, (pieces, max(1, min(samples, rows)), row), side if c % side == 0 else 1
+
+
+def swept(
+    n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, warps: int, values: int, splits: int
+) -> Launch:
+    """A launch that sweeps over slabs."""
+    kind, tile, side = arrange(n, c, itemsize, across, warps, values)
+    samples, positions = _rows(kind, tile), tile[2] if across else 1
+    run = cdiv(cdiv(n, splits), samples) * samples
+    even = not masked and n % samples == 0 and power_of_two(c) == c and p % positions == 0
+    return Launch(kind, tile, side, even, warps, cdiv(p, positions), splits=cdiv(n, run), run=run)
+
+
+@lru_cache(maxsize=4096)
+def training(
+    n: int,
+    p: int,
+    c: int,
+    *,
+    backward: bool,
+    itemsize: int,
+    across: bool,
+    masked: bool,
+    pooled: bool,
+    processors: int,
+) -> Launch:
+    """The heuristic for training.
+
+    Args:
+        n: Samples.
+        p: Positions.
+        c: Features.
+        backward: Two tensors are read, and three sums kept for each column.
+        itemsize: Bytes of a value.
+        across: Positions, not features, lie side by side in memory.
+        masked: Some entries are hidden.
+        pooled: Statistics are those of all positions together.
+        processors: Multiprocessors of the device.
+    """
+    features, samples = power_of_two(c), power_of_two(n)
+    slab = features * samples
+    if not (masked or pooled or across) and features <= 128 and slab <= (_RESIDENT // 2 if backward else _RESIDENT):
+        # Few warps that each do much: warps of a program wait for each other. 64 values for each thread, in backward
+        # 32, are as many as registers hold.
+        warps = max(1, slab // (1024 if backward or (itemsize == 4 and slab <= 2048) else 2048))
+        kind, tile, side = arrange(n, c, itemsize, across, warps, slab, once=not backward)
+        even = samples == n and features == c
+        programs = min(p, processors * max(1, (16 if backward and warps < 8 else 8) // warps))
+        stages = 1 if p <= 2 * processors else 3
+        return Launch(kind, tile, side, even, warps, p, True, programs, stages=stages)
+
+    blocks = cdiv(p, _LANES) if across else p
+    if across:
+        warps, values = max(1, min(8, features // 16)), 16 if backward else 32
+        splits = 1 if blocks >= 2 * processors else cdiv(2 * processors, blocks)
+    else:
+        # Rows of up to 512 features within a warp, longer ones within four.
+        warps = 4 if features <= 128 or features > 512 else 2
+        values = 16 if backward or features > 512 else 32
+        splits = 1 if blocks >= processors and slab <= 2**17 else cdiv(2 * processors, blocks)
+        if p == 1:  # partial results are as long as rows: few of them where rows are few
+            warps = 8 if features > 512 else 4
+            splits = min(8 * processors, max(processors, n // 32))
+    return swept(
+        n, p, c, itemsize=itemsize, across=across, masked=masked, warps=warps, values=values,
+        splits=min(splits, cdiv(n, 8)),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def inference(n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, processors: int) -> Launch:
+    """The heuristic for inference. Rows are summed in the same order for any n."""
+    features = power_of_two(c)
+    warps = max(1, min(16, features // 16)) if across else 4
+    swapped = not across and n < 8
+    kind, tile, side = arrange(max(p if swapped else n, 16), c, itemsize, across, warps, 32)
+    rows = _rows(kind, tile)
+    samples, positions = (1, rows) if swapped else (rows, tile[2] if across else 1)
+    blocks = cdiv(p, positions)
+    run = samples * max(1, min(16, n * blocks // (samples * 8 * processors)))
+    even = not masked and n % samples == 0 and features == c and p % positions == 0
+    return Launch(kind, tile, side, even, warps, blocks, splits=cdiv(n, run), run=run, swapped=swapped)

@@ -1,0 +1,210 @@
+"""Inference: Algorithm 2, batch statistics being the population's or those of ``forward``'s first sweep.
+
+Each row is normalized by itself, in tiles whose shape does not depend on the number of samples: the same bits in any
+company. The derivative, seldom asked for, goes through the plain formula.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import formula
+from ..config import StatisticsConfig
+from ..formula import Statistics
+from ..functional import current
+from . import launch, tiles
+from .slabs import Entries, Options, Slabs, across, choose, gradients, options, processors, transform
+from .training import measure, statistics_size
+
+if TYPE_CHECKING:
+    from ..population import Population
+
+
+def infer(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None = None,
+    *,
+    channel_dim: int,
+    per_position: bool,
+    eps: float,
+    mix_eps: float,
+    dim_scale: bool,
+    kept: Population,
+    config: StatisticsConfig,
+) -> Tensor:
+    """Algorithm 2 of ``x``, given a population that knows its positions, in any configuration."""
+    slabs = Slabs.of(x, channel_dim, per_position)
+    left = slabs.entries(mask, per_position)
+    numbers = options(slabs.x.shape[2], eps, mix_eps, dim_scale, 1 / x.shape[0], slabs.pooled)
+    y = _Infer.apply(slabs.x, gamma, beta, left, numbers, kept, config)  # type: ignore[no-untyped-call]
+    return slabs.back(y, channel_dim)
+
+
+class _Infer(torch.autograd.Function):
+    """On slabs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        left: Entries | None,
+        numbers: Options,
+        kept: Population,
+        config: StatisticsConfig,
+    ) -> Tensor:
+        n, p, c = x.shape
+        y = torch.empty_like(x)
+        batch_mean, batch_var = _batch(x, left, numbers, kept, config)
+        chosen = launch.inference(
+            n, p, c, itemsize=x.element_size(), across=across(x), masked=left is not None,
+            processors=processors(x.device),
+        )  # fmt: skip
+        hidden, _, own = left or (None, None, numbers.inverse_m)
+        _normalize[(chosen.blocks, chosen.splits)](
+            x, y, hidden, gamma, beta, batch_mean, batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
+            kept.updates, own, kept.inverse_m.numel(), n, p, c, chosen.run,
+            numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
+            SWAPPED=chosen.swapped, MASKED=left is not None, POOLED=numbers.pooled,
+            **{**chosen.constants, "enable_fp_fusion": False},  # the same bits, however it was compiled
+        )  # fmt: skip
+        ctx.rest = left, numbers, kept, config
+        ctx.save_for_backward(x, gamma, beta, *kept.buffers())  # so that a change of the population is noticed
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, beta, *_ = ctx.saved_tensors
+        return *gradients(_plain_inference, (x, gamma, beta), ctx, dy), None, None, None, None
+
+
+def _batch(
+    x: Tensor, left: Entries | None, numbers: Options, kept: Population, config: StatisticsConfig
+) -> tuple[Tensor, Tensor]:
+    """Eqs 18, 19, as the kernel wants columns."""
+    c = x.shape[2]
+    q = 1 if numbers.pooled else x.shape[1]
+    mean, var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
+    if config.uses_batch:
+        chosen = choose(x, True, numbers.pooled, backward=False)  # as for a mask: swept over, not held
+        statistics = torch.empty(statistics_size(*x.shape), dtype=torch.float32, device=x.device)
+        joined, _ = measure(x, statistics, left, numbers, chosen, most=0)
+        own_mean, square, real, _ = torch.split(joined, [q * c, q * c, q, 2 * q])
+        shape = (c, q) if across(x) else (q, c)
+        own_mean, square = (t.view(shape).T if across(x) else t.view(shape) for t in (own_mean, square))
+        own = Statistics(own_mean, square / real.clamp(min=1)[:, None], None, None, None)
+        batch_only = StatisticsConfig(config.batch_mean, config.batch_std, True, True)
+        mean, var, *_ = formula.choose(batch_only, own, Statistics(mean, var, None, None, None))
+    if across(x):
+        mean, var = mean.T, var.T
+    return mean.contiguous(), var.contiguous()
+
+
+def _plain_inference(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    left: Entries | None,
+    numbers: Options,
+    kept: Population,
+    config: StatisticsConfig,
+) -> Tensor:
+    """The formula, on slabs in float32."""
+    rows, mask = x.float(), None
+    if left is not None:
+        mask = left.hidden == 0
+        rows = torch.where(mask[..., None], rows, 0)
+    p, c = x.shape[1:]
+    seen = kept.updates.view(5, -1)[4, :p] > 0
+    own = numbers.inverse_m if left is None else left.inverse_m
+    population = Statistics(
+        kept.batch_mean.view(-1, c)[:p],
+        kept.batch_var.view(-1, c)[:p],
+        kept.feature_mean.view(-1)[:p],
+        kept.feature_var.view(-1)[:p],
+        torch.where(seen, kept.inverse_m.view(-1)[:p], own),
+    )
+    found = current(rows, mask, not numbers.pooled, config)
+    y = transform(rows, formula.choose(config, found, population), gamma, beta, numbers)
+    return y if mask is None else torch.where(mask[..., None], y, 0)
+
+
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "known"])
+def _normalize(
+    x, y, hidden, gamma, beta, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, own_inverse_m,
+    known, N, P, C, run, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+):  # fmt: skip
+    """Eqs 20-25 of a run of samples of some positions.
+
+    Args:
+        batch_mean, batch_var: Those chosen, ``[P, C]`` (eqs 18, 19).
+        feature_mean, feature_var: The population's, ``[P]``.
+        inverse_m, updates: The population's ``1/m`` and counters, for ``known`` positions.
+        own_inverse_m: The input's, a number or under a mask ``[P]``, for positions that saw no mini-batch.
+        MEAN_F, VAR_F: Take the feature mean, the feature deviation from the population.
+        SWAPPED: The rows of a tile are positions, not samples.
+    """
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    ns, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
+    C = tiles.features(C, SIDE)
+    if SWAPPED:
+        ns, ps = ps, ns
+    p = tl.program_id(0) * BP + ps
+    first = tl.program_id(1) * run
+    last = tl.minimum(N, first + run)
+    g = tiles.parameter(gamma, folded, C, 1.0)
+    b = tiles.parameter(beta, folded, C, 0.0)
+    q = p  # where the statistics of a position are
+    if POOLED:
+        q = p * 0
+    if MASKED:
+        own_inverse_m = tl.load(own_inverse_m + q, mask=p < P, other=1.0)
+    seen = tl.load(updates + 4 * known + q, mask=p < P, other=0) > 0
+    w_B, w_F = tiles.weights(
+        tl.where(seen, tl.load(inverse_m + q, mask=p < P, other=1.0), own_inverse_m), mix_eps, scale
+    )
+    Q = P
+    if POOLED:
+        Q = P * 0 + 1
+    column, in_column = tiles.column_offset(q, folded, Q, C, KIND), (p < P) & (folded < C)
+    mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
+    s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(in_row, c, C, EVEN)
+    at = tiles.offset(ns, p, c, P, C, KIND)
+    step, _ = tiles.strides(P, C, KIND)
+    x, y = x + first * step, y + first * step
+    ahead = tiles.fetch(x + at, real, EVEN)
+    for start in range(first, last, BN):
+        n = start + ns
+        v, in_this, real_now = ahead.to(tl.float32), in_row, real
+        in_row = tiles.real_rows(n + BN, p, last, P, hidden, MASKED)
+        real = tiles.real_values(in_row, c, C, EVEN)
+        x += BN * step
+        ahead = tiles.fetch(x + at, real, False)
+        if MEAN_F:
+            mean_F = tl.load(feature_mean + q, mask=p < P, other=0.0)
+        else:
+            mean_F = tiles.over_features(v, KIND) * (1.0 / C)  # eq 20
+        if VAR_F:
+            var_F = tl.load(feature_var + q, mask=p < P, other=1.0)
+        else:  # around the mean that was chosen
+            u = v - mean_F
+            if not EVEN:
+                u = tl.where(real_now, u, 0.0)
+            var_F = tiles.over_features(u * u, KIND) * (1.0 / C)  # eq 21
+        out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
+        if MASKED:
+            out = tl.where(in_this, out, 0.0)
+        tiles.put(y + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        y += BN * step

@@ -1,0 +1,100 @@
+"""Population statistics, updated in one launch where operators take thirty: ``Population.update`` without a mask."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _mix(old, new, weight):
+    """``torch.lerp``; exactly the new value at weight 1."""
+    moved = new - old
+    return tl.where(weight < 0.5, old + weight * moved, new - moved * (1 - weight))
+
+
+@triton.jit
+def _weight(count, total, m, momentum, AVERAGE: tl.constexpr):
+    """Of the new value of a statistic that now stands for so many mini-batches and samples."""
+    if AVERAGE:
+        weight = m / total.to(tl.float32)
+    else:
+        weight = tl.maximum(1 / count.to(tl.float32), momentum)
+    return weight
+
+
+@triton.jit(do_not_specialize=["programs", "N", "P", "C", "positions", "known", "m"])
+def enter(
+    statistics, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
+    programs, N, P, C, positions, known, m, entries_factor, m_factor, momentum,
+    ACROSS: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Let the statistics of some positions in, if those of all positions are finite.
+
+    What is there is loaded first, all at once: it is small, and waiting for it is what takes time.
+
+    Args:
+        statistics: What ``forward`` wrote.
+        batch_mean, ...: The population, for ``known`` positions, of which the first ``positions`` are met here.
+        programs: How many wrote whether they met only finite variances.
+        entries_factor, m_factor: Make variances unbiased.
+        ACROSS: Positions lie side by side in the statistics, as in the input.
+        AVERAGE: Weigh by samples; else by ``momentum``.
+        SPREAD: There are two entries or more behind a batch variance.
+    """
+    columns = P.to(tl.int64) * C
+    averages = statistics + 2 * (columns + P.to(tl.int64) * N)
+    p = (tl.program_id(0) * BP + tl.arange(0, BP))[:, None]
+    real = p < positions
+    count_mean = tl.load(updates + p, mask=real, other=0) + 1
+    count_var = tl.load(updates + known + p, mask=real, other=0) + 1
+    count_mean_F = tl.load(updates + 2 * known + p, mask=real, other=0) + 1
+    count_var_F = tl.load(updates + 3 * known + p, mask=real, other=0) + 1
+    count_m = tl.load(updates + 4 * known + p, mask=real, other=0) + 1
+    total_mean = tl.load(samples + p, mask=real, other=0) + m
+    total_var = tl.load(samples + known + p, mask=real, other=0) + m
+    total_mean_F = tl.load(samples + 2 * known + p, mask=real, other=0) + m
+    total_var_F = tl.load(samples + 3 * known + p, mask=real, other=0) + m
+    total_m = tl.load(samples + 4 * known + p, mask=real, other=0) + m
+    old_mean_F, old_var_F = tl.load(feature_mean + p, mask=real, other=0.0), tl.load(feature_var + p, mask=real)
+    old_m = tl.load(inverse_m + p, mask=real, other=0.0)
+    mean_F = tl.load(averages + p, mask=real, other=0.0)
+    var_F = tl.load(averages + P + p, mask=real, other=0.0) * m_factor
+    bad = tl.zeros([BF], tl.float32)
+    for start in range(0, programs, BF):
+        at = start + tl.arange(0, BF)
+        bad += 1.0 - tl.load(averages + 2 * P + at, mask=at < programs, other=1.0)
+    inside = p < tl.where(tl.sum(bad) == 0, positions, 0)
+    weight = _weight(count_mean, total_mean, m, momentum, AVERAGE)
+    weight_var = _weight(count_var, total_var, m, momentum, AVERAGE)
+    for start in range(0, C, BC):
+        c = start + tl.arange(0, BC)[None, :]
+        at, in_column = p.to(tl.int64) * C + c, inside & (c < C)
+        column = at
+        if ACROSS:
+            column = c.to(tl.int64) * P + p
+        old_mean, old_var = tl.load(batch_mean + at, mask=in_column), tl.load(batch_var + at, mask=in_column)
+        mean = tl.load(statistics + column, mask=in_column)
+        var = tl.load(statistics + columns + column, mask=in_column)
+        tl.store(batch_mean + at, _mix(old_mean, mean, weight), mask=in_column)
+        if SPREAD:
+            tl.store(batch_var + at, _mix(old_var, var * entries_factor, weight_var), mask=in_column)
+    tl.debug_barrier()  # every warp holds a copy of the counters, and must have read before one writes
+    weight = _weight(count_mean_F, total_mean_F, m, momentum, AVERAGE)
+    tl.store(feature_mean + p, _mix(old_mean_F, mean_F, weight), mask=inside)
+    weight = _weight(count_var_F, total_var_F, m, momentum, AVERAGE)
+    tl.store(feature_var + p, _mix(old_var_F, var_F, weight), mask=inside)
+    weight = _weight(count_m, total_m, m, momentum, AVERAGE)
+    tl.store(inverse_m + p, _mix(old_m, 1.0 / m, weight), mask=inside)
+    tl.store(updates + p, count_mean, mask=inside)
+    tl.store(samples + p, total_mean, mask=inside)
+    if SPREAD:
+        tl.store(updates + known + p, count_var, mask=inside)
+        tl.store(samples + known + p, total_var, mask=inside)
+    tl.store(updates + 2 * known + p, count_mean_F, mask=inside)
+    tl.store(samples + 2 * known + p, total_mean_F, mask=inside)
+    tl.store(updates + 3 * known + p, count_var_F, mask=inside)
+    tl.store(samples + 3 * known + p, total_var_F, mask=inside)
+    tl.store(updates + 4 * known + p, count_m, mask=inside)
+    tl.store(samples + 4 * known + p, total_m, mask=inside)

@@ -1,0 +1,117 @@
+"""Compile every kernel for a Hopper GPU, with no GPU: python compile_kernels.py, without Triton's interpreter.
+
+The interpreter runs Python and does not know Triton's types; this does, up to the machine code. Prints the registers
+and spilled bytes of each.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler import ASTSource
+
+from bln.kernels import backward, forward, inference, launch, population
+
+FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
+INPUTS, COUNTERS = ["x", "y", "dy", "dx"], ["updates", "samples"]
+POINTERS = [
+    "gamma",
+    "beta",
+    "statistics",
+    "partials",
+    "rows",
+    "joined",
+    "batch_mean",
+    "batch_var",
+    "feature_mean",
+    "feature_var",
+    "counts",
+    "hidden",
+    "ready",
+]
+
+
+def build(kernel, name, dtype, warps, constants, pointers=()):
+    """To machine code; ``constants`` are what a launch would make constant."""
+    names = [parameter.name for parameter in kernel.params]
+    types = {}
+    for each in names:
+        if each in constants:
+            types[each] = "constexpr"
+        elif each in INPUTS:
+            types[each] = dtype
+        elif each in COUNTERS:
+            types[each] = "*i64"
+        elif each in POINTERS or each in pointers:
+            types[each] = {"hidden": "*u8", "ready": "*i32"}.get(each, "*fp32")
+        else:
+            types[each] = "fp32" if each in FLOATS else "i32"
+    aligned = [each for each in names if types[each][0] == "*"]
+    source = ASTSource(
+        kernel,
+        types,
+        {(names.index(each),): value for each, value in constants.items()},
+        {(names.index(each),): [["tt.divisibility", 16]] for each in aligned},
+    )
+    built = triton.compile(source, GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": True})
+    print(f"{name:40} {dtype:6} {resources(built.asm['cubin'])}", flush=True)
+
+
+def resources(code: bytes) -> str:
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, spilled = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    return f"{registers:>4} registers {spilled:>4} bytes spilled"
+
+
+def main() -> None:
+    for dtype, itemsize in (("*bf16", 2), ("*fp32", 4)):
+        for n, p, c, across, masked, pooled in (
+            (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
+            (64, 784, 128, True, False, False), (256, 197, 768, False, False, False),
+            (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True),
+        ):  # fmt: skip
+            about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
+            how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132}
+            for kernels, back in ((forward, False), (backward, True)):
+                chosen = launch.training(n, p, c, backward=back, pooled=pooled, **how)
+                constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
+                name = f"{kernels.__name__.split('.')[-1]} {about}"
+                if chosen.resident:
+                    build(kernels.resident, name, dtype, chosen.warps, constants | {"STAGES": chosen.stages})
+                    continue
+                constants |= {"MASKED": masked, "POOLED": pooled}
+                constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
+                names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
+                alone = chosen.splits == 1 and not pooled
+                for first in (True,) if alone else (True, False):
+                    phases = dict(zip(names, (first, alone or not first), strict=True))
+                    partials = {"partials": None} if alone else {}
+                    build(
+                        kernels.sweep, name, dtype, chosen.warps, constants | phases | partials,
+                        ["inverse_m", "sums"] if masked else ["sums"],
+                    )  # fmt: skip
+            chosen = launch.inference(n, p, c, **how)
+            constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
+            constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled, "SWAPPED": False}
+            constants |= {} if masked else {"hidden": None}
+            build(
+                inference._normalize, f"inference {about}", dtype, chosen.warps, constants,
+                ["inverse_m", *["own_inverse_m"] * masked],
+            )  # fmt: skip
+    build(forward.merge, "merge", "*fp32", 4, {"KIND": 0, "BS": 256, "BLOCK": 8})
+    build(backward.add, "add", "*fp32", 8, {"BS": 1024, "BLOCK": 8}, ["parts", "total"])
+    for average in (True, False):
+        constants = {"ACROSS": False, "AVERAGE": average, "SPREAD": True, "BP": 16, "BC": 64, "BF": 1024}
+        build(population.enter, "population", "*fp32", 4, constants, ["inverse_m"])
+
+
+if __name__ == "__main__":
+    main()

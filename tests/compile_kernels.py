@@ -81,7 +81,7 @@ def main() -> None:
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
             how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132}
             for kernels, back in ((forward, False), (backward, True)):
-                chosen = launch.training(n, p, c, backward=back, pooled=pooled, **how)
+                chosen = launch.training(n, p, c, backward=back, pooled=pooled, shared=232448, **how)
                 constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
                 name = f"{kernels.__name__.split('.')[-1]} {about}"
                 if chosen.resident:

@@ -134,6 +134,7 @@ def training(
     masked: bool,
     pooled: bool,
     processors: int,
+    shared: int,
 ) -> Launch:
     """The heuristic for training.
 
@@ -147,6 +148,7 @@ def training(
         masked: Some entries are hidden.
         pooled: Statistics are those of all positions together.
         processors: Multiprocessors of the device.
+        shared: Bytes of shared memory a program may have.
     """
     features, samples = power_of_two(c), power_of_two(n)
     slab = features * samples
@@ -157,7 +159,8 @@ def training(
         kind, tile, side = arrange(n, c, itemsize, across, warps, slab, once=not backward)
         even = samples == n and features == c
         programs = min(p, processors * max(1, (16 if backward and warps < 8 else 8) // warps))
-        stages = 1 if p <= 2 * processors else 3
+        size = (2 if backward else 1) * slab * itemsize  # of what a stage loads; sums take some of the memory, too
+        stages = 1 if p <= 2 * processors else max(1, min(3, 1 + shared * 3 // 4 // size))
         return Launch(kind, tile, side, even, warps, p, True, programs, stages=stages)
 
     blocks = cdiv(p, _LANES) if across else p

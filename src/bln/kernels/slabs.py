@@ -104,6 +104,16 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that a program may have there."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    size: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return size
+
+
 def across(x: Tensor) -> bool:
     """Whether positions, not features, lie side by side in memory."""
     return not x.is_contiguous()
@@ -119,6 +129,7 @@ def choose(x: Tensor, masked: bool, pooled: bool, backward: bool) -> launch.Laun
         masked=masked,
         pooled=pooled,
         processors=processors(x.device),
+        shared=shared_memory(x.device),
     )
 
 

@@ -145,7 +145,6 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_triton() -> bool:
     global _triton
     if _triton is None:
@@ -156,6 +155,8 @@ def _has_triton() -> bool:
 
 
 _triton: bool | None = None
+# What torch.compiler.assume_constant_result does, which imports the whole compiler, and Triton, for it.
+_has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: bool = False) -> int:

@@ -12,6 +12,7 @@ from . import tiles
 
 _ACROSS = 128  # features at most where positions lie side by side: threads hold some of each, and sums of them
 _RESIDENT = 16384  # values of a slab that registers hold; in backward, half of it
+_SHARE = 16384  # values of a program, where several share a slab: at least
 _LANES = 32  # positions of a tile where they lie side by side: a warp's threads
 
 
@@ -182,9 +183,11 @@ def training(
         if p == 1:  # partial results are as long as rows: few of them where rows are few
             warps = 8 if features > 512 else 4
             splits = min(8 * processors, max(processors, n // 32))
+    # A launch more takes longer than a program with this little to do.
+    worth = n * features * (_LANES if across else 1) // _SHARE
     return swept(
         n, p, c, itemsize=itemsize, across=across, masked=masked, warps=warps, values=values,
-        splits=min(splits, cdiv(n, 8)),
+        splits=max(1, min(splits, worth)),
     )  # fmt: skip
 
 

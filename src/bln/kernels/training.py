@@ -180,6 +180,8 @@ def _backward(
 def _total(parts: Tensor) -> Tensor:
     """``[outer, number, width]`` summed over the number, always in the same order."""
     outer, number, width = parts.shape
+    if number == 1:
+        return parts.view(outer, width)
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
     tall = min(1024, launch.power_of_two(number))
     backward.add[(launch.cdiv(width, 8), outer)](

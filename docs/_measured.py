@@ -62,7 +62,8 @@ def kernels(path: Path) -> Iterator[str]:
             size = math.prod(map(int, re.findall(r"\d+", row["shape"]))) * (4 if row["type"] == "float32" else 2)
             seconds = float(row[unit]) * float(row[f"BLN {direction}"]) * 1e-6
             share = f"{100 * tensors * size / seconds / PEAK:.0f} %"
-            lines.append([row["shape"], row["layout"], row["type"], row[unit], *(row[name] for name in names), share])
+            layout = row["layout"].removeprefix("features ")
+            lines.append([row["shape"], layout, row["type"], row[unit], *(row[name] for name in names), share])
         yield f"### {direction.capitalize()}"
         yield _table(head, lines)
 

@@ -18,13 +18,14 @@ from ..config import StatisticsConfig
 from ..formula import Statistics
 from ..functional import current
 from . import launch, tiles
-from .slabs import Entries, Options, Slabs, across, choose, gradients, options, processors, transform
+from .slabs import Entries, Options, Slabs, across, choose, gradients, on_its_device, options, processors, transform
 from .training import measure, statistics_size
 
 if TYPE_CHECKING:
     from ..population import Population
 
 
+@on_its_device
 def infer(
     x: Tensor,
     gamma: Tensor | None,

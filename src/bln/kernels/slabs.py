@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from .. import formula
 from ..formula import Statistics
 from ..functional import at_least_one, count
 from . import launch, tiles
+
+T = TypeVar("T")
 
 
 class Options(NamedTuple):
@@ -112,6 +114,19 @@ def shared_memory(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
     size: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return size
+
+
+def on_its_device(function: Callable[..., T]) -> Callable[..., T]:
+    """Launch on the device of the first tensor: Triton takes the current one."""
+
+    @wraps(function)
+    def launched(x: Tensor, *rest: Any, **options: Any) -> T:
+        if torch.compiler.is_compiling() or not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return function(x, *rest, **options)
+        with torch.cuda.device(x.device):
+            return function(x, *rest, **options)
+
+    return launched
 
 
 def across(x: Tensor) -> bool:

@@ -11,12 +11,13 @@ from .. import formula
 from ..formula import Statistics
 from ..functional import current
 from . import backward, forward, launch, population
-from .slabs import Entries, Options, Slabs, across, choose, gradients, options, transform, turned
+from .slabs import Entries, Options, Slabs, across, choose, gradients, on_its_device, options, transform, turned
 
 if TYPE_CHECKING:
     from ..population import Population
 
 
+@on_its_device
 def train(
     x: Tensor,
     gamma: Tensor | None,

@@ -31,6 +31,7 @@ POINTERS = [
     "feature_var",
     "counts",
     "hidden",
+    "finite",
     "ready",
 ]
 

@@ -349,6 +349,14 @@ def test_gradients_through_inference_notice_a_changed_population():
         y.sum().backward()
 
 
+def test_gradients_through_inference_notice_training_in_between(chosen):
+    layer = bln.BatchLayerNorm(4, channel_dim=-1, position_shape=(3,)).to(DEVICE)
+    y = layer.eval()(torch.randn(5, 3, 4, device=DEVICE, requires_grad=True))
+    layer.train()(torch.randn(5, 3, 4, device=DEVICE))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 # ---- as an operator
 
 
@@ -360,7 +368,7 @@ def test_the_operator_keeps_what_a_compiler_trusts_in(masked, pooled):
     left = (None, None, None)
     if masked:
         mask = torch.rand(6, 4, device=DEVICE) < 0.7
-        left = slabs.Slabs(x, torch.Size((6, 4, 5)), pooled).entries(mask, not pooled)
+        left = slabs.Slabs(x, torch.Size((6, 4, 5)), pooled, False).entries(mask, not pooled)
     numbers = slabs.options(5, 1e-4, 1e-4, True, 1 / 6, pooled)
     inputs = (x.requires_grad_(), gamma.requires_grad_(), beta.requires_grad_(), *left, *numbers)
     # Statistics are not written where programs were fewer than positions, so values differ there from run to run.
@@ -430,6 +438,24 @@ def test_the_layer_with_kernels_is_the_layer_without(shape, channel_dim, options
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     for (name, a), b in zip(mine.named_buffers(), theirs.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_parameters_with_gaps(chosen):
+    x, table = torch.randn(6, 5, 3, device=DEVICE), torch.randn(5, 2, device=DEVICE)
+    found, expected = (bln.functional.batch_layer_norm(x, w, w) for w in (table[:, 0], table[:, 0].contiguous()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
+@pytest.mark.parametrize("channels", [4, 130])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_what_came_contiguous_stays_so(chosen, channels, per_position, training):
+    layer = bln.BatchLayerNorm(channels, per_position=per_position).to(DEVICE)
+    x = torch.randn(4, channels, 3, 3, device=DEVICE, requires_grad=True)
+    layer(x)
+    y = layer.train(training)(x)
+    assert y.is_contiguous()
+    assert torch.autograd.grad(y.square().sum(), x)[0].isfinite().all()
 
 
 def test_the_layer_refuses_other_positions_and_learns_nothing(chosen):

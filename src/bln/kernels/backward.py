@@ -256,9 +256,11 @@ def sweep(
             dgamma = tl.where(q < Q, (w_B * r_B) * dot_B + w_F * dot_F, 0.0)
             if POOLED:  # each block has the sums of all: they count once
                 dgamma, once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
-                _store_parameters(rows + 2 * block * C, dgamma, once, folded, folded, C, tiles.NARROW)
+                _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, once, folded, folded, C, tiles.NARROW)
             else:
-                _store_parameters(rows + 2 * block * C, dgamma, total, c if SUM else folded, folded, C, KIND)
+                _store_parameters(
+                    rows + 2 * block.to(tl.int64) * C, dgamma, total, c if SUM else folded, folded, C, KIND
+                )
         flat_B, along_B = g * total / count, g * dot_B * (r_B * r_B / count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, w_B * r_B, flat_B, along_B, w_F, p, first, last,

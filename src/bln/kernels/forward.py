@@ -130,6 +130,7 @@ def _measure(
     divisor = tl.maximum(count, 1.0)
     moved = tiles.over_samples(total, KIND, POOLED) / divisor
     squares = tiles.over_samples(square, KIND, POOLED) - moved * moved * divisor
+    squares = tl.where(squares < 0, 0.0, squares)  # by rounding
     sum_mean = tiles.over_samples(tiles.fold(sum_mean, KIND), KIND, POOLED)
     sum_var = tiles.over_samples(tiles.fold(sum_var, KIND), KIND, POOLED)
     return count, pivot + moved, squares, sum_mean, sum_var

@@ -70,9 +70,9 @@ class _Infer(torch.autograd.Function):
             processors=processors(x.device),
         )  # fmt: skip
         hidden, _, own = left or (None, None, numbers.inverse_m)
-        _normalize[(chosen.blocks, chosen.splits)](
+        _normalize[(chosen.blocks * chosen.splits,)](
             x, y, hidden, gamma, beta, batch_mean, batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
-            kept.updates, own, kept.inverse_m.numel(), n, p, c, chosen.run,
+            kept.updates, own, kept.inverse_m.numel(), n, p, c, chosen.run, chosen.splits,
             numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
             SWAPPED=chosen.swapped, MASKED=left is not None, POOLED=numbers.pooled,
             **{**chosen.constants, "enable_fp_fusion": False},  # the same bits, however it was compiled
@@ -138,10 +138,10 @@ def _plain_inference(
     return y if mask is None else torch.where(mask[..., None], y, 0)
 
 
-@triton.jit(do_not_specialize=["N", "P", "C", "run", "known"])
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "known"])
 def _normalize(
     x, y, hidden, gamma, beta, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, own_inverse_m,
-    known, N, P, C, run, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
+    known, N, P, C, run, splits, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
     SIDE: tl.constexpr, EVEN: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
@@ -160,8 +160,8 @@ def _normalize(
     C = tiles.features(C, SIDE)
     if SWAPPED:
         ns, ps = ps, ns
-    p = tl.program_id(0) * BP + ps
-    first = tl.program_id(1) * run
+    p = tl.program_id(0) // splits * BP + ps
+    first = tl.program_id(0) % splits * run
     last = tl.minimum(N, first + run)
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)

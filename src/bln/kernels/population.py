@@ -25,7 +25,7 @@ def _weight(count, total, m, momentum, AVERAGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["programs", "N", "P", "C", "positions", "known", "m"])
 def enter(
-    statistics, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
+    statistics, finite, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
     programs, N, P, C, positions, known, m, entries_factor, m_factor, momentum,
     ACROSS: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
@@ -36,8 +36,8 @@ def enter(
 
     Args:
         statistics: What ``forward`` wrote.
+        finite: What ``programs`` wrote there: 1 where they met only finite variances.
         batch_mean, ...: The population, for ``known`` positions, of which the first ``positions`` are met here.
-        programs: How many wrote whether they met only finite variances.
         entries_factor, m_factor: Make variances unbiased.
         ACROSS: Positions lie side by side in the statistics, as in the input.
         AVERAGE: Weigh by samples; else by ``momentum``.
@@ -64,7 +64,7 @@ def enter(
     bad = tl.zeros([BF], tl.float32)
     for start in range(0, programs, BF):
         at = start + tl.arange(0, BF)
-        bad += 1.0 - tl.load(averages + 2 * P + at, mask=at < programs, other=1.0)
+        bad += 1.0 - tl.load(finite + at, mask=at < programs, other=1.0)
     inside = p < tl.where(tl.sum(bad) == 0, positions, 0)
     weight = _weight(count_mean, total_mean, m, momentum, AVERAGE)
     weight_var = _weight(count_var, total_var, m, momentum, AVERAGE)

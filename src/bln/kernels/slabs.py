@@ -46,6 +46,7 @@ class Slabs(NamedTuple):
     x: Tensor
     rows: torch.Size  # of the input with features last
     pooled: bool  # batch statistics are those of all positions together
+    turned: bool  # features came second
 
     @classmethod
     def of(cls, x: Tensor, channel_dim: int, per_position: bool) -> Slabs:
@@ -53,14 +54,18 @@ class Slabs(NamedTuple):
         rows = x if channel_dim == x.dim() - 1 else x.movedim(channel_dim, -1)
         n, d = rows.shape[0], rows.shape[-1]
         slabs = rows.reshape(n, -1, d)
-        if not (slabs.is_contiguous() or (launch.across(*slabs.shape[1:]) and slabs.transpose(1, 2).is_contiguous())):
+        second = not slabs.is_contiguous() and slabs.transpose(1, 2).is_contiguous()
+        taken = second and launch.across(*slabs.shape[1:])
+        if not (slabs.is_contiguous() or taken):
             slabs = features_last(slabs)
         if not per_position and slabs.is_contiguous():
             slabs = slabs.view(-1, 1, d)
-        return cls(slabs, rows.shape, not per_position and slabs.shape[1] > 1)
+        return cls(slabs, rows.shape, not per_position and slabs.shape[1] > 1, second and not taken)
 
     def back(self, y: Tensor, channel_dim: int) -> Tensor:
-        """Slabs in the shape the input came in."""
+        """Slabs in the shape the input came in, and laid out as it was."""
+        if self.turned:
+            y = features_last(y.view(self.rows[0], -1, self.rows[-1]).transpose(1, 2)).transpose(1, 2)
         return y.view(self.rows) if channel_dim == len(self.rows) - 1 else y.reshape(self.rows).movedim(-1, channel_dim)
 
     def entries(self, mask: Tensor | None, per_position: bool) -> Entries | None:
@@ -84,7 +89,7 @@ def turned(x: Tensor) -> Tensor:
     """``[N, P, C]`` whose positions lie side by side, with features side by side."""
     n, p, c = x.shape
     y = torch.empty(n, p, c, dtype=x.dtype, device=x.device)
-    tiles.turn[(n, launch.cdiv(p, 64), launch.cdiv(c, 64))](x, y, p, c, BLOCK=64, num_warps=4)
+    tiles.turn[(n * launch.cdiv(p, 64) * launch.cdiv(c, 64),)](x, y, p, c, BLOCK=64, num_warps=4)
     return y
 
 
@@ -112,7 +117,7 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     properties = torch.cuda.get_device_properties(device)
-    size: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    size: int = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)  # older versions of torch do not say
     return size
 
 

@@ -223,8 +223,10 @@ def transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT: tl.constexpr):
 @triton.jit(do_not_specialize=["P", "C"])
 def turn(x, y, P, C, BLOCK: tl.constexpr):
     """``y[n, p, c] = x[n, c, p]``, both contiguous."""
-    p, c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    sample = tl.program_id(0).to(tl.int64) * P * C
+    program, blocks_p, blocks_c = tl.program_id(0), tl.cdiv(P, BLOCK), tl.cdiv(C, BLOCK)
+    p = program // blocks_c % blocks_p * BLOCK + tl.arange(0, BLOCK)
+    c = program % blocks_c * BLOCK + tl.arange(0, BLOCK)
+    sample = (program // (blocks_p * blocks_c)).to(tl.int64) * P * C
     inside = (c < C)[:, None] & (p < P)[None, :]
     values = tl.load(x + sample + c.to(tl.int64)[:, None] * P + p[None, :], mask=inside)
     to = y + sample + p.to(tl.int64)[:, None] * C + c[None, :]

@@ -72,13 +72,19 @@ def _enter(kept: Population, momentum: float | None, statistics: Tensor, slabs: 
     columns = min(4096, launch.power_of_two(c))
     block = max(1, min(1024 // columns, launch.power_of_two(positions)))
     flags = choose(slabs.x, False, slabs.pooled, backward=False).flags
+    finite = statistics[2 * p * (c + n + 1) :][:flags]
+    if flags > 4096:  # each program reads all
+        finite, flags = finite.amin(), 1
     population.enter[(launch.cdiv(positions, block),)](
-        statistics, kept.batch_mean, kept.batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
+        statistics, finite, kept.batch_mean, kept.batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
         kept.updates, kept.samples, flags, n, p, c, positions, kept.inverse_m.numel(), m,
         formula.bessel(entries), formula.bessel(m), 0.0 if momentum is None else momentum,
         ACROSS=across(slabs.x) and not slabs.pooled, AVERAGE=momentum is None, SPREAD=entries > 1, BP=block, BC=columns,
-        BF=min(4096, launch.power_of_two(flags)), num_warps=max(1, min(8, columns * block // 256)),
+        BF=launch.power_of_two(flags), num_warps=max(1, min(8, columns * block // 256)),
     )  # fmt: skip
+    for buffer in kept.buffers():  # autograd does not see what a kernel writes
+        if not buffer.is_inference():
+            torch.autograd.graph.increment_version(buffer)
 
 
 def _forward(
@@ -207,10 +213,13 @@ class _Train(torch.autograd.Function):
         ctx.rest = left, numbers
         ctx.save_for_backward(x, gamma, beta, statistics)
         ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
         return y, statistics
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 5
         x, gamma, beta, statistics = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives: through the plain formula
             return *gradients(_plain, (x, gamma, beta), ctx, dy), None, None

@@ -7,8 +7,8 @@ multiples of the first the forward, of the second the backward of ``BatchLayerNo
 ``BatchNorm`` and ``LayerNorm`` in the same layout, and ``torch.compile`` of the plain formula. The backward is what
 forward and backward take together, less the forward. Inference is ``TTFF``. Calls are replayed from a CUDA graph over
 many random inputs, more than the L2 cache holds; medians of replays. Host time is that of eager calls, forward plus
-backward, beside BatchNorm. With ``--out`` the table is written there as CSV and Markdown, and drawn; the documentation
-is made from ``--out docs/results``.
+backward, beside BatchNorm. With ``--out`` the table is written there as CSV, and drawn; the documentation is made
+from ``--out docs/results``.
 """
 
 from __future__ import annotations
@@ -198,13 +198,12 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shapes", nargs="+", type=int, default=range(len(SHAPES)), help="which, counted from 0")
     parser.add_argument("--without-compiler", action="store_true", help="leave the compiled formula out: faster")
-    parser.add_argument("--out", type=Path, help="a folder for layer.csv, layer.md and figures/layer.png")
+    parser.add_argument("--out", type=Path, help="a folder for layer.csv and figures/layer.png")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device; benchmarks/cpu.py does not")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    print("\n".join(lines))
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     rows = []
     for name in arguments.types:
         for number in arguments.shapes:
@@ -213,17 +212,21 @@ def main() -> None:
                 rows.append(
                     measure(n, positions, c, getattr(torch, name), last, last and not arguments.without_compiler)
                 )
-                lines.append("| " + " | ".join(str(rows[-1].get(column, "")) for column in COLUMNS) + " |")
-                print(lines[-1], flush=True)
+                print("| " + " | ".join(str(rows[-1].get(column, "")) for column in COLUMNS) + " |", flush=True)
+                if arguments.out:
+                    write(rows, arguments.out)
                 torch.cuda.empty_cache()
     if arguments.out:
-        (arguments.out / "figures").mkdir(parents=True, exist_ok=True)
-        (arguments.out / "layer.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        with (arguments.out / "layer.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows({column: row.get(column, "") for column in COLUMNS} for row in rows)
         draw(rows, arguments.out / "figures" / "layer.png")
+
+
+def write(rows: list[dict[str, object]], folder: Path) -> None:
+    """What there is so far, so that a run that is cut off has not been for nothing."""
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    with (folder / "layer.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({column: row.get(column, "") for column in COLUMNS} for row in rows)
 
 
 if __name__ == "__main__":

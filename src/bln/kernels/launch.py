@@ -85,7 +85,7 @@ class Launch:
 
     @property
     def flags(self) -> int:
-        """How many programs say whether what they met is finite."""
+        """Programs along positions: each says whether what it met is finite, or leaves a row of gradients."""
         return self.programs if self.resident else self.blocks
 
 
@@ -195,7 +195,7 @@ def training(
 def inference(n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, processors: int) -> Launch:
     """The heuristic for inference. Rows are summed in the same order for any n."""
     features = power_of_two(c)
-    warps = max(1, min(16, features // 16)) if across else 4
+    warps = max(1, min(8, features // 16)) if across else 4
     swapped = not across and n < 8
     kind, tile, side = arrange(max(p if swapped else n, 16), c, itemsize, across, warps, 32)
     rows = _rows(kind, tile)

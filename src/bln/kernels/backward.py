@@ -55,9 +55,10 @@ def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F
 def resident(
     x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
+    tiles.begin_next(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     n, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
     C = tiles.features(C, SIDE)
@@ -202,7 +203,7 @@ def sweep(
     mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
     SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
-    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr,
+    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
@@ -210,6 +211,9 @@ def sweep(
     what the second sweep needs of each row; ``rows`` is what each block of positions gives to the gradients of gamma
     and beta, ``[blocks, 2, C]``.
     """
+    tiles.begin_next(CHAINED)
+    if not SUM:
+        tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
@@ -242,7 +246,7 @@ def sweep(
             total = tl.zeros(column.shape, tl.float32)
             dot_B = tl.zeros(column.shape, tl.float32)
             dot_F = tl.zeros(column.shape, tl.float32)
-            for part in range(parts):
+            for part in tl.range(0, parts, loop_unroll_factor=4):  # so that several are loaded at once
                 of = partials + part * columns + column
                 total += tl.load(of, mask=in_column, other=0.0)
                 dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
@@ -269,8 +273,10 @@ def sweep(
 
 
 @triton.jit(do_not_specialize=["number", "width"])
-def add(parts, total, number, width, BS: tl.constexpr, BLOCK: tl.constexpr):
+def add(parts, total, number, width, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum ``[outer, number, width]`` over the number."""
+    tiles.begin_next(CHAINED)
+    tiles.wait_for_previous(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     parts += tl.program_id(1).to(tl.int64) * number * width
     found = tl.zeros([1, BLOCK], tl.float32)

@@ -17,17 +17,21 @@ __all__ = ["infer", "train", "usable"]
 
 _FEATURES = 2**15  # all of them are in a tile
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KINDS = (Tensor, Parameter)
 
 
 def usable(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether these tensors can be handled here: such as the kernels know, and not under a function transform."""
-    given = [p for p in parameters if p is not None]
-    if not all(t.dtype in _TYPES for t in (x, *given)):
+    compiling = torch.compiler.is_compiling()
+    if x.dtype not in _TYPES or not (compiling or type(x) in _KINDS):
         return False
-    if not all(p.is_contiguous() and p.shape[-1] <= _FEATURES for p in given):
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    return all(type(t) in (Tensor, Parameter) for t in (x, *given)) and not (
+    for p in parameters:
+        if p is None:
+            continue
+        if p.dtype not in _TYPES or not p.is_contiguous() or p.shape[-1] > _FEATURES:
+            return False
+        if not (compiling or type(p) in _KINDS):
+            return False
+    return compiling or not (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )

@@ -246,7 +246,7 @@ def sweep(
             total = tl.zeros(column.shape, tl.float32)
             dot_B = tl.zeros(column.shape, tl.float32)
             dot_F = tl.zeros(column.shape, tl.float32)
-            for part in tl.range(0, parts, loop_unroll_factor=4):  # so that several are loaded at once
+            for part in range(parts):
                 of = partials + part * columns + column
                 total += tl.load(of, mask=in_column, other=0.0)
                 dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)

@@ -253,7 +253,7 @@ def _join(partials, parts, p, c, P, C, KIND: tl.constexpr):
     sum_var = tl.zeros(p.shape, tl.float32)
     mean = tl.zeros(column.shape, tl.float32)
     square = tl.zeros(column.shape, tl.float32)
-    for part in tl.range(0, parts, loop_unroll_factor=4):  # so that several parts are loaded at once
+    for part in range(parts):
         at = partials + part * columns + column
         moved = tl.load(at, mask=in_column, other=0.0) - mean
         within = tl.load(at + parts * columns, mask=in_column, other=0.0)

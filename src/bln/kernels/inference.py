@@ -18,7 +18,19 @@ from ..config import StatisticsConfig
 from ..formula import Statistics
 from ..functional import current
 from . import launch, tiles
-from .slabs import Entries, Options, Slabs, across, choose, gradients, on_its_device, options, processors, transform
+from .slabs import (
+    Entries,
+    Options,
+    Slabs,
+    choose,
+    features_last,
+    features_second,
+    gradients,
+    on_its_device,
+    options,
+    processors,
+    transform,
+)
 from .training import measure, statistics_size
 
 if TYPE_CHECKING:
@@ -42,15 +54,22 @@ def infer(
 ) -> Tensor:
     """Algorithm 2 of ``x``, given a population that knows its positions, in any configuration."""
     slabs = Slabs.of(x, channel_dim, per_position)
+    if slabs is None:
+        y = infer(
+            features_last(x, channel_dim), gamma, beta, mask, channel_dim=x.dim() - 1, per_position=per_position,
+            eps=eps, mix_eps=mix_eps, dim_scale=dim_scale, kept=kept, config=config,
+        )  # fmt: skip
+        came_second = channel_dim == 1 and x.is_contiguous()
+        return features_second(y, x) if came_second else y.movedim(-1, channel_dim)
     left = slabs.entries(mask, per_position)
-    numbers = options(slabs.x.shape[2], eps, mix_eps, dim_scale, 1 / x.shape[0], slabs.pooled)
-    y = _Infer.apply(slabs.x, gamma, beta, left, numbers, kept, config)  # type: ignore[no-untyped-call]
-    return slabs.back(y, channel_dim)
+    numbers = options(slabs.c, eps, mix_eps, dim_scale, x.shape[0])
+    normalized: Tensor = _Infer.apply(  # type: ignore[no-untyped-call]
+        x, gamma, beta, left, slabs, channel_dim, numbers, kept, config
+    )
+    return normalized
 
 
 class _Infer(torch.autograd.Function):
-    """On slabs."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -58,53 +77,54 @@ class _Infer(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
         left: Entries | None,
+        slabs: Slabs,
+        channel_dim: int,
         numbers: Options,
         kept: Population,
         config: StatisticsConfig,
     ) -> Tensor:
-        n, p, c = x.shape
+        n, p, c, across, pooled = slabs
         y = torch.empty_like(x)
-        batch_mean, batch_var = _batch(x, left, numbers, kept, config)
+        batch_mean, batch_var = _batch(x, left, slabs, numbers, kept, config)
         chosen = launch.inference(
-            n, p, c, itemsize=x.element_size(), across=across(x), masked=left is not None,
-            processors=processors(x.device),
-        )  # fmt: skip
+            n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, processors=processors(x.device)
+        )
         hidden, _, own = left or (None, None, numbers.inverse_m)
         _normalize[(chosen.blocks * chosen.splits,)](
             x, y, hidden, gamma, beta, batch_mean, batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
             kept.updates, own, kept.inverse_m.numel(), n, p, c, chosen.run, chosen.splits,
             numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
-            SWAPPED=chosen.swapped, MASKED=left is not None, POOLED=numbers.pooled,
+            SWAPPED=chosen.swapped, MASKED=left is not None, POOLED=pooled,
             **{**chosen.constants, "enable_fp_fusion": False},  # the same bits, however it was compiled
         )  # fmt: skip
-        ctx.rest = left, numbers, kept, config
+        ctx.rest = left, slabs, channel_dim, numbers, kept, config
         ctx.save_for_backward(x, gamma, beta, *kept.buffers())  # so that a change of the population is noticed
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, *_ = ctx.saved_tensors
-        return *gradients(_plain_inference, (x, gamma, beta), ctx, dy), None, None, None, None
+        return *gradients(_plain_inference, (x, gamma, beta), ctx, dy), *[None] * 6
 
 
 def _batch(
-    x: Tensor, left: Entries | None, numbers: Options, kept: Population, config: StatisticsConfig
+    x: Tensor, left: Entries | None, slabs: Slabs, numbers: Options, kept: Population, config: StatisticsConfig
 ) -> tuple[Tensor, Tensor]:
     """Eqs 18, 19, as the kernel wants columns."""
-    c = x.shape[2]
-    q = 1 if numbers.pooled else x.shape[1]
+    n, p, c, across, pooled = slabs
+    q = 1 if pooled else p
     mean, var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
     if config.uses_batch:
-        chosen = choose(x, True, numbers.pooled, backward=False)  # as for a mask: swept over, not held
-        statistics = torch.empty(statistics_size(*x.shape), dtype=torch.float32, device=x.device)
-        joined, _ = measure(x, statistics, left, numbers, chosen, most=1)
+        chosen = choose(slabs, x.element_size(), x.device, True, False)  # as for a mask: swept over, not held
+        statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
+        joined, _ = measure(x, statistics, left, slabs, numbers, chosen, most=1)
         own_mean, square, real, _ = torch.split(joined, [q * c, q * c, q, 2 * q])
-        shape = (c, q) if across(x) else (q, c)
-        own_mean, square = (t.view(shape).T if across(x) else t.view(shape) for t in (own_mean, square))
+        shape = (c, q) if across else (q, c)
+        own_mean, square = (t.view(shape).T if across else t.view(shape) for t in (own_mean, square))
         own = Statistics(own_mean, square / real.clamp(min=1)[:, None], None, None, None)
         batch_only = StatisticsConfig(config.batch_mean, config.batch_std, True, True)
         mean, var, *_ = formula.choose(batch_only, own, Statistics(mean, var, None, None, None))
-    if across(x):
+    if across:
         mean, var = mean.T, var.T
     return mean.contiguous(), var.contiguous()
 
@@ -114,16 +134,18 @@ def _plain_inference(
     gamma: Tensor | None,
     beta: Tensor | None,
     left: Entries | None,
+    slabs: Slabs,
+    channel_dim: int,
     numbers: Options,
     kept: Population,
     config: StatisticsConfig,
 ) -> Tensor:
-    """The formula, on slabs in float32."""
-    rows, mask = x.float(), None
+    """The formula, in float32."""
+    rows, mask = slabs.rows(x, channel_dim), None
     if left is not None:
         mask = left.hidden == 0
         rows = torch.where(mask[..., None], rows, 0)
-    p, c = x.shape[1:]
+    p, c = slabs.p, slabs.c
     seen = kept.updates.view(5, -1)[4, :p] > 0
     own = numbers.inverse_m if left is None else left.inverse_m
     population = Statistics(
@@ -133,9 +155,9 @@ def _plain_inference(
         kept.feature_var.view(-1)[:p],
         torch.where(seen, kept.inverse_m.view(-1)[:p], own),
     )
-    found = current(rows, mask, not numbers.pooled, config)
+    found = current(rows, mask, not slabs.pooled, config)
     y = transform(rows, formula.choose(config, found, population), gamma, beta, numbers)
-    return y if mask is None else torch.where(mask[..., None], y, 0)
+    return slabs.restore(y if mask is None else torch.where(mask[..., None], y, 0), x, channel_dim)
 
 
 @triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "known"])

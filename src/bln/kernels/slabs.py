@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,18 +19,17 @@ T = TypeVar("T")
 
 
 class Options(NamedTuple):
-    """The numbers of eqs 14-16, and whether statistics are pooled."""
+    """The numbers of eqs 14-16."""
 
     eps: float
     mix_eps: float
     scale: float
     inverse_m: float
-    pooled: bool
 
 
-def options(features: int, eps: float, mix_eps: float, dim_scale: bool, inverse_m: float, pooled: bool) -> Options:
-    """With the scale of eq 16."""
-    return Options(eps, mix_eps, formula.weights(0.0, 0.0, features, dim_scale)[0], inverse_m, pooled)
+def options(features: int, eps: float, mix_eps: float, dim_scale: bool, m: int) -> Options:
+    """With the scale of eq 16, given the samples of a mini-batch."""
+    return Options(eps, mix_eps, formula.weights(0.0, 0.0, features, dim_scale)[0], 1 / m)
 
 
 class Entries(NamedTuple):
@@ -42,53 +41,69 @@ class Entries(NamedTuple):
 
 
 class Slabs(NamedTuple):
-    """An input seen as ``x[n, p, c]``: features last, or second; what lies otherwise in memory is copied."""
+    """An input seen as ``x[n, p, c]``, as it lies in memory."""
 
-    x: Tensor
-    rows: torch.Size  # of the input with features last
+    n: int
+    p: int
+    c: int
+    across: bool  # positions, not features, lie side by side
     pooled: bool  # batch statistics are those of all positions together
-    turned: bool  # features came second
 
     @classmethod
-    def of(cls, x: Tensor, channel_dim: int, per_position: bool) -> Slabs:
-        """Pooled statistics of features that lie last are those of one position with more samples."""
-        rows = x if channel_dim == x.dim() - 1 else x.movedim(channel_dim, -1)
-        n, d = rows.shape[0], rows.shape[-1]
-        slabs = rows.reshape(n, -1, d)
-        second = not slabs.is_contiguous() and slabs.transpose(1, 2).is_contiguous()
-        taken = second and launch.across(*slabs.shape[1:])
-        if not (slabs.is_contiguous() or taken):
-            slabs = features_last(slabs)
-        if not per_position and slabs.is_contiguous():
-            slabs = slabs.view(-1, 1, d)
-        return cls(slabs, rows.shape, not per_position and slabs.shape[1] > 1, second and not taken)
-
-    def back(self, y: Tensor, channel_dim: int) -> Tensor:
-        """Slabs in the shape the input came in, and laid out as it was."""
-        if self.turned:
-            y = features_last(y.view(self.rows[0], -1, self.rows[-1]).transpose(1, 2)).transpose(1, 2)
-        return y.view(self.rows) if channel_dim == len(self.rows) - 1 else y.reshape(self.rows).movedim(-1, channel_dim)
+    def of(cls, x: Tensor, channel_dim: int, per_position: bool) -> Slabs | None:
+        """Nothing for what lies otherwise. Pooled, features that lie last are one position with more samples."""
+        n, c = x.shape[0], x.shape[channel_dim]
+        p = x.numel() // (n * c)
+        last = channel_dim == x.dim() - 1
+        across = p > 1 and not last and x.is_contiguous()
+        if across:
+            if channel_dim != 1 or not launch.across(p, c):
+                return None
+        elif not (x if last else x.movedim(channel_dim, -1)).is_contiguous():
+            return None
+        if per_position or across:
+            return cls(n, p, c, across, not per_position)
+        return cls(n * p, 1, c, False, False)
 
     def entries(self, mask: Tensor | None, per_position: bool) -> Entries | None:
         """What the mask ``(N, *positions)`` leaves."""
         if mask is None:
             return None
-        m, real = (at_least_one(c) for c in count(self.rows[:-1], mask, per_position))
-        hidden = (~mask).reshape(self.x.shape[:2]).to(torch.uint8)
+        m, real = (at_least_one(c) for c in count(mask.shape, mask, per_position))
+        hidden = (~mask).reshape(self.n, self.p).to(torch.uint8)
         return Entries(hidden, real.reshape(-1).float(), (1 / m).reshape(-1).float())  # type: ignore[union-attr]
 
+    def rows(self, x: Tensor, channel_dim: int) -> Tensor:
+        """``x[n, p, c]`` in float32, differentiable."""
+        return x.movedim(channel_dim, -1).reshape(self.n, self.p, self.c).float()
 
-def features_last(x: Tensor) -> Tensor:
-    """A contiguous copy of slabs, differentiable; of positions side by side, by a kernel that is faster at it."""
-    if torch.compiler.is_compiling() or not x.transpose(1, 2).is_contiguous():
-        return x.contiguous()
-    copied: Tensor = _FeaturesLast.apply(x)  # type: ignore[no-untyped-call]
-    return copied
+    def restore(self, rows: Tensor, like: Tensor, channel_dim: int) -> Tensor:
+        """Back to the shape it came in."""
+        shape = [*like.shape]
+        shape.append(shape.pop(channel_dim))
+        return rows.reshape(shape).movedim(-1, channel_dim)
+
+
+def features_last(x: Tensor, channel_dim: int) -> Tensor:
+    """A contiguous copy with features last, differentiable."""
+    rows = x.movedim(channel_dim, -1)
+    if channel_dim != 1 or not x.is_contiguous() or torch.compiler.is_compiling():
+        return rows.contiguous()
+    copied: Tensor = _Turned.apply(x.flatten(2))  # type: ignore[no-untyped-call]
+    return copied.view(rows.shape)
+
+
+def features_second(y: Tensor, like: Tensor) -> Tensor:
+    """The way back of ``features_last``: contiguous where ``like``, which had them there, was."""
+    if torch.compiler.is_compiling():
+        return y.movedim(-1, 1).contiguous()
+    copied: Tensor = _Turned.apply(y.flatten(1, -2))  # type: ignore[no-untyped-call]
+    return copied.view(like.shape)
 
 
 def turned(x: Tensor) -> Tensor:
-    """``[N, P, C]`` whose positions lie side by side, with features side by side."""
-    n, p, c = x.shape
+    """``x[n, a, b]``, contiguous, as a contiguous ``[n, b, a]``; torch takes up to three times as long."""
+    n, c, p = x.shape
     y = torch.empty(n, p, c, dtype=x.dtype, device=x.device)
     most = 16 // x.element_size()
     tiles.turn[(n * launch.cdiv(p, 64) * launch.cdiv(c, 64),)](
@@ -97,8 +112,8 @@ def turned(x: Tensor) -> Tensor:
     return y
 
 
-class _FeaturesLast(torch.autograd.Function):
-    """Its gradient comes features last, and may stay so: autograd takes any strides."""
+class _Turned(torch.autograd.Function):
+    """Its gradient need not be turned: autograd takes any strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -106,7 +121,7 @@ class _FeaturesLast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
+        return dy.transpose(1, 2)
 
 
 @cache
@@ -149,23 +164,14 @@ def on_its_device(function: Callable[..., T]) -> Callable[..., T]:
     return launched
 
 
-def across(x: Tensor) -> bool:
-    """Whether positions, not features, lie side by side in memory."""
-    return not x.is_contiguous()
-
-
-def choose(x: Tensor, masked: bool, pooled: bool, backward: bool) -> launch.Launch:
-    """How to launch a training kernel on slabs."""
+@lru_cache(maxsize=4096)
+def choose(slabs: Slabs, itemsize: int, device: torch.device, masked: bool, backward: bool) -> launch.Launch:
+    """How to launch a training kernel."""
+    n, p, c, across, pooled = slabs
     return launch.training(
-        *x.shape,
-        backward=backward,
-        itemsize=x.element_size(),
-        across=across(x),
-        masked=masked,
-        pooled=pooled,
-        processors=processors(x.device),
-        shared=shared_memory(x.device),
-    )
+        n, p, c, backward=backward, itemsize=itemsize, across=across, masked=masked, pooled=pooled,
+        processors=processors(device), shared=shared_memory(device),
+    )  # fmt: skip
 
 
 def gradients(plain: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], ctx: Any, dy: Tensor) -> list[Any]:

@@ -11,7 +11,20 @@ from .. import formula
 from ..formula import Statistics
 from ..functional import current
 from . import backward, forward, launch, population
-from .slabs import Entries, Options, Slabs, across, chain, choose, gradients, on_its_device, options, transform, turned
+from .slabs import (
+    Entries,
+    Options,
+    Slabs,
+    chain,
+    choose,
+    features_last,
+    features_second,
+    gradients,
+    on_its_device,
+    options,
+    transform,
+    turned,
+)
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -37,94 +50,112 @@ def train(
     there is no mask, and not returned.
     """
     slabs = Slabs.of(x, channel_dim, per_position)
-    n, p, d = slabs.x.shape
+    if slabs is None:
+        y, found = train(
+            features_last(x, channel_dim), gamma, beta, mask, channel_dim=x.dim() - 1, per_position=per_position,
+            eps=eps, mix_eps=mix_eps, dim_scale=dim_scale, remember=remember,
+        )  # fmt: skip
+        came_second = channel_dim == 1 and x.is_contiguous()
+        return features_second(y, x) if came_second else y.movedim(-1, channel_dim), found
+
     left = slabs.entries(mask, per_position)
-    numbers = options(d, eps, mix_eps, dim_scale, 1 / x.shape[0], slabs.pooled)
+    numbers = options(slabs.c, eps, mix_eps, dim_scale, x.shape[0])
+    seen = channel_dim, per_position
+    remember = None if mask is not None else remember
     if torch.compiler.is_compiling():
-        y, statistics = torch.ops.bln.train(slabs.x, gamma, beta, *(left or (None, None, None)), *numbers)
+        y, statistics = torch.ops.bln.train(x, gamma, beta, *(left or (None, None, None)), *seen, *numbers)
     else:
-        y, statistics = _Train.apply(slabs.x, gamma, beta, left, numbers)  # type: ignore[no-untyped-call]
-    y = slabs.back(y, channel_dim)
-    if remember is not None and mask is None:
-        _enter(*remember, statistics, slabs, x.shape[0])
+        y, statistics = _Train.apply(x, gamma, beta, left, seen, numbers, remember)  # type: ignore[no-untyped-call]
+    if remember is not None:
         return y, None
-    batch_mean, batch_var, feature_mean, feature_var = statistics[: 2 * p * (d + n)].split([p * d, p * d, p * n, p * n])
-    columns = slabs.rows[1:] if per_position else slabs.rows[-1:]
-    if slabs.pooled:
-        batch_mean, batch_var = batch_mean[:d], batch_var[:d]
-    elif across(slabs.x):
-        batch_mean, batch_var = batch_mean.view(d, p).T, batch_var.view(d, p).T
-    if not across(slabs.x):
+
+    n, p, c, across, pooled = slabs
+    batch_mean, batch_var, feature_mean, feature_var = statistics[: 2 * p * (c + n)].split([p * c, p * c, p * n, p * n])
+    rows = [size for at, size in enumerate(x.shape) if at != channel_dim]
+    columns = [*(rows[1:] if per_position else ()), c]
+    if pooled:
+        batch_mean, batch_var = batch_mean[:c], batch_var[:c]
+    elif across:
+        batch_mean, batch_var = batch_mean.view(c, p).T, batch_var.view(c, p).T
+    if not across:
         feature_mean, feature_var = feature_mean.view(p, n).T, feature_var.view(p, n).T
     return y, Statistics(
         batch_mean.reshape(columns),
         batch_var.reshape(columns),
-        feature_mean.reshape(slabs.rows[:-1]),
-        feature_var.reshape(slabs.rows[:-1]),
+        feature_mean.reshape(rows),
+        feature_var.reshape(rows),
         x.new_full((), 1 / x.shape[0], dtype=torch.float32) if left is None else left.inverse_m.view(columns[:-1]),
     )
 
 
-def _enter(kept: Population, momentum: float | None, statistics: Tensor, slabs: Slabs, m: int) -> None:
+def _enter(
+    kept: Population, momentum: float | None, statistics: Tensor, slabs: Slabs, chosen: launch.Launch, m: int
+) -> None:
     """Update the population with the statistics of slabs."""
-    n, p, c = slabs.x.shape
-    positions, entries = (1, n * p) if slabs.pooled else (p, n)
+    n, p, c, across, pooled = slabs
+    positions, entries = (1, n * p) if pooled else (p, n)
     columns = launch.power_of_two(c)
     block = max(1, min(512 // columns, launch.power_of_two(positions)))
-    _, after = chain(slabs.x.device)
-    flags = choose(slabs.x, False, slabs.pooled, backward=False).flags
-    finite = statistics[2 * p * (c + n + 1) :][:flags]
+    flags = chosen.flags
+    finite = statistics[2 * p * (c + n + 1) :]
+    _, after = chain(statistics.device)
     if flags > 4096:  # each program reads all
-        finite, flags, after = finite.amin(), 1, {"CHAINED": False}
+        finite, flags, after = finite[:flags].amin(), 1, {"CHAINED": False}
+    buffers = [value for value in kept._buffers.values() if value is not None]  # buffers() takes as long as a launch
+    known = buffers[4].numel()
     population.enter[(launch.cdiv(positions, block),)](
-        statistics, finite, kept.batch_mean, kept.batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
-        kept.updates, kept.samples, flags, n, p, c, positions, kept.inverse_m.numel(), m,
-        formula.bessel(entries), formula.bessel(m), 0.0 if momentum is None else momentum,
-        ACROSS=across(slabs.x) and not slabs.pooled, AVERAGE=momentum is None, SPREAD=entries > 1, BP=block, BC=columns,
-        BF=launch.power_of_two(flags), num_warps=max(1, min(8, columns * block // 128)), **after,
+        statistics, finite, *buffers, flags, n, p, c, positions, known, m, formula.bessel(entries), formula.bessel(m),
+        0.0 if momentum is None else momentum, ACROSS=across and not pooled, AVERAGE=momentum is None,
+        SPREAD=entries > 1, BP=block, BC=columns, BF=launch.power_of_two(flags),
+        num_warps=max(1, min(8, columns * block // 128)), **after,
     )  # fmt: skip
-    for buffer in kept.buffers():  # autograd does not see what a kernel writes
-        if not buffer.is_inference():
-            torch.autograd.graph.increment_version(buffer)
+    # Autograd does not see what a kernel writes.
+    torch.autograd.graph.increment_version([buffer for buffer in buffers if not buffer.is_inference()])
 
 
 def _forward(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, left: Entries | None, numbers: Options
-) -> tuple[Tensor, Tensor]:
-    """``y``, and the buffer of statistics that ``forward`` describes, of slabs."""
-    n, p, c = x.shape
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, left: Entries | None, slabs: Slabs, numbers: Options
+) -> tuple[Tensor, Tensor, launch.Launch]:
+    """``y``, the buffer of statistics that ``forward`` describes, and how it was done."""
+    n, p, c, _, pooled = slabs
     y = torch.empty_like(x)
     statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
-    chosen = choose(x, left is not None, numbers.pooled, backward=False)
-    eps, mix_eps, scale, inverse_m, pooled = numbers
+    chosen = choose(slabs, x.element_size(), x.device, left is not None, False)
+    eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
     if chosen.resident:
         forward.resident[(chosen.programs,)](
             x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps,
             STAGES=chosen.stages, **begin, **chosen.constants,
         )  # fmt: skip
-        return y, statistics
+        return y, statistics, chosen
 
     alone = chosen.splits == 1 and not pooled
-    partials, parts = (None, 1) if alone else measure(x, statistics, left, numbers, chosen)
+    partials, parts = (None, 1) if alone else measure(x, statistics, left, slabs, numbers, chosen)
     hidden, _, weight = left or (None, None, inverse_m)
     forward.sweep[(chosen.blocks * chosen.splits,)](
         x, y, hidden, gamma, beta, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, parts,
         mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone, NORMALIZE=True,
         **(begin if alone else after), **chosen.constants,
     )  # fmt: skip
-    return y, statistics
+    return y, statistics, chosen
 
 
-_PARTS = 16  # partial results that each program of the second sweep reads; of more, a launch between makes one
+_PARTS = 16  # partial results that each program of the second sweep reads; of more, launches between make fewer
 
 
 def measure(
-    x: Tensor, statistics: Tensor, left: Entries | None, numbers: Options, chosen: launch.Launch, most: int = _PARTS
+    x: Tensor,
+    statistics: Tensor,
+    left: Entries | None,
+    slabs: Slabs,
+    numbers: Options,
+    chosen: launch.Launch,
+    most: int = _PARTS,
 ) -> tuple[Tensor, int]:
     """The first sweep of ``forward`` alone: its partial results, and how many there are, not more than ``most``."""
-    n, p, c = x.shape
-    eps, mix_eps, scale, inverse_m, pooled = numbers
+    n, p, c, _, pooled = slabs
+    eps, mix_eps, scale, inverse_m = numbers
     programs = chosen.blocks * chosen.splits
     q, parts = (1, programs) if pooled else (p, chosen.splits)
     partials = torch.empty(parts * q * (2 * c + 3), dtype=torch.float32, device=x.device)
@@ -158,16 +189,14 @@ def _backward(
     gamma: Tensor | None,
     statistics: Tensor,
     left: Entries | None,
+    slabs: Slabs,
     numbers: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the slabs, and as two rows of gamma and beta."""
-    n, p, c = x.shape
+    """Gradients of the input, and as two rows of gamma and beta; ``dy`` lies as the input does."""
+    n, p, c, _, pooled = slabs
     dx = torch.empty_like(x)
-    if dy.stride() != x.stride():
-        side_by_side = x.is_contiguous() and dy.transpose(1, 2).is_contiguous()
-        dy = turned(dy) if side_by_side else torch.empty_like(x).copy_(dy)
-    chosen = choose(x, left is not None, numbers.pooled, backward=True)
-    eps, mix_eps, scale, inverse_m, pooled = numbers
+    chosen = choose(slabs, x.element_size(), x.device, left is not None, True)
+    eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
     rows = torch.empty(chosen.flags, 2, c, dtype=torch.float32, device=x.device)
     if chosen.resident:
@@ -212,8 +241,18 @@ def _total(parts: Tensor) -> Tensor:
     return total
 
 
+def _beside(dy: Tensor, x: Tensor, slabs: Slabs, seen: tuple[int, bool]) -> Tensor:
+    """Gradients, lying as the input does."""
+    if dy.stride() == x.stride() or Slabs.of(dy, *seen) == slabs:
+        return dy
+    second = dy.movedim(seen[0], 1)
+    if second.is_contiguous() and not slabs.across:
+        return turned(second.flatten(2))
+    return torch.empty_like(x).copy_(dy)
+
+
 class _Train(torch.autograd.Function):
-    """On slabs."""
+    """Keeps the input and the statistics for backward."""
 
     @staticmethod
     def forward(
@@ -222,10 +261,15 @@ class _Train(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
         left: Entries | None,
+        seen: tuple[int, bool],
         numbers: Options,
+        remember: tuple[Population, float | None] | None,
     ) -> tuple[Tensor, Tensor]:
-        y, statistics = _forward(x, gamma, beta, left, numbers)
-        ctx.rest = left, numbers
+        slabs = _slabs(x, seen)
+        y, statistics, chosen = _forward(x, gamma, beta, left, slabs, numbers)
+        if remember is not None:
+            _enter(*remember, statistics, slabs, chosen, x.shape[0])
+        ctx.rest = left, slabs, seen, numbers
         ctx.save_for_backward(x, gamma, beta, statistics)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -234,29 +278,41 @@ class _Train(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 5
+            return (None,) * 7
         x, gamma, beta, statistics = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives: through the plain formula
-            return *gradients(_plain, (x, gamma, beta), ctx, dy), None, None
-        dx, rows = _backward(x, dy, gamma, statistics, *ctx.rest)
-        return dx, _as(rows[0], gamma), _as(rows[1], beta), None, None
+            return *gradients(_plain, (x, gamma, beta), ctx, dy), None, None, None, None
+        left, slabs, seen, numbers = ctx.rest
+        dx, rows = _backward(x, _beside(dy, x, slabs, seen), gamma, statistics, left, slabs, numbers)
+        return dx, _as(rows[0], gamma), _as(rows[1], beta), None, None, None, None
+
+
+def _slabs(x: Tensor, seen: tuple[int, bool]) -> Slabs:
+    """Of what lies as the kernels want it."""
+    slabs = Slabs.of(x, *seen)
+    assert slabs is not None
+    return slabs
 
 
 @torch.library.custom_op("bln::train", mutates_args=())
 def _train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, hidden: Tensor | None, count: Tensor | None,
-    weight: Tensor | None, eps: float, mix_eps: float, scale: float, inverse_m: float, pooled: bool,
+    weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
+    inverse_m: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward(x, gamma, beta, _left(hidden, count, weight), Options(eps, mix_eps, scale, inverse_m, pooled))
+    slabs = _slabs(x, (channel_dim, per_position))
+    return _forward(x, gamma, beta, _left(hidden, count, weight), slabs, Options(eps, mix_eps, scale, inverse_m))[:2]
 
 
 @torch.library.custom_op("bln::train_backward", mutates_args=())
 def _train_backward(
     x: Tensor, dy: Tensor, gamma: Tensor | None, statistics: Tensor, hidden: Tensor | None, count: Tensor | None,
-    weight: Tensor | None, eps: float, mix_eps: float, scale: float, inverse_m: float, pooled: bool,
+    weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
+    inverse_m: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    numbers = Options(eps, mix_eps, scale, inverse_m, pooled)
-    return _backward(x, dy, gamma, statistics, _left(hidden, count, weight), numbers)
+    seen = channel_dim, per_position
+    slabs, numbers = _slabs(x, seen), Options(eps, mix_eps, scale, inverse_m)
+    return _backward(x, _beside(dy, x, slabs, seen), gamma, statistics, _left(hidden, count, weight), slabs, numbers)
 
 
 def _left(hidden: Tensor | None, count: Tensor | None, weight: Tensor | None) -> Entries | None:
@@ -264,26 +320,32 @@ def _left(hidden: Tensor | None, count: Tensor | None, weight: Tensor | None) ->
 
 
 @_train.register_fake
-def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    n, p, c = x.shape
+def _(
+    x: Tensor, gamma: Any, beta: Any, hidden: Any, count: Any, weight: Any, channel_dim: int, per_position: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    slabs = _slabs(x, (channel_dim, per_position))
+    n, p, c = slabs[:3]
     return torch.empty_like(x), x.new_empty(statistics_size(n, p, c), dtype=torch.float32)
 
 
 @_train_backward.register_fake
-def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty((2, x.shape[2]), dtype=torch.float32)
+def _(
+    x: Tensor, dy: Any, gamma: Any, statistics: Any, hidden: Any, count: Any, weight: Any, channel_dim: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((2, x.shape[channel_dim]), dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, gamma, beta, hidden, count, weight, *numbers = inputs
+    x, gamma, beta, hidden, count, weight, *rest = inputs
     ctx.save_for_backward(x, gamma, beta, output[1], hidden, count, weight)
-    ctx.numbers = numbers
+    ctx.rest = rest
 
 
 def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, gamma, beta, statistics, *left = ctx.saved_tensors
-    dx, rows = torch.ops.bln.train_backward(x, dy, gamma, statistics, *left, *ctx.numbers)
-    return dx, _as(rows[0], gamma), _as(rows[1], beta), *[None] * 8
+    dx, rows = torch.ops.bln.train_backward(x, dy, gamma, statistics, *left, *ctx.rest)
+    return dx, _as(rows[0], gamma), _as(rows[1], beta), *[None] * 9
 
 
 _train.register_autograd(_differentiate, setup_context=_keep)
@@ -298,13 +360,21 @@ def _as(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else gradient.to(parameter.dtype)
 
 
-def _plain(x: Tensor, gamma: Tensor | None, beta: Tensor | None, left: Entries | None, numbers: Options) -> Tensor:
-    """The formula, on slabs in float32."""
-    rows, mask = x.float(), None
+def _plain(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    left: Entries | None,
+    slabs: Slabs,
+    seen: tuple[int, bool],
+    numbers: Options,
+) -> Tensor:
+    """The formula, in float32."""
+    rows, mask = slabs.rows(x, seen[0]), None
     if left is not None:
         mask = left.hidden == 0
         rows = torch.where(mask[..., None], rows, 0)
-    statistics = current(rows, mask, not numbers.pooled)
+    statistics = current(rows, mask, not slabs.pooled)
     inverse_m = rows.new_full((), numbers.inverse_m) if left is None else left.inverse_m
     y = transform(rows, statistics._replace(inverse_m=inverse_m), gamma, beta, numbers)
-    return y if mask is None else torch.where(mask[..., None], y, 0)
+    return slabs.restore(y if mask is None else torch.where(mask[..., None], y, 0), x, seen[0])

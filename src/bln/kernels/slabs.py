@@ -139,7 +139,7 @@ def across(x: Tensor) -> bool:
     return not x.is_contiguous()
 
 
-def choose(x: Tensor, masked: bool, pooled: bool, backward: bool) -> launch.Launch:
+def choose(x: Tensor, masked: bool, pooled: bool, backward: bool, alone: bool = True) -> launch.Launch:
     """How to launch a training kernel on slabs."""
     return launch.training(
         *x.shape,
@@ -150,6 +150,7 @@ def choose(x: Tensor, masked: bool, pooled: bool, backward: bool) -> launch.Laun
         pooled=pooled,
         processors=processors(x.device),
         shared=shared_memory(x.device),
+        alone=alone,
     )
 
 

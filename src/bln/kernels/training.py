@@ -148,9 +148,7 @@ def _backward(
     """Gradients of the slabs, and as two rows of gamma and beta."""
     n, p, c = x.shape
     dx = torch.empty_like(x)
-    if dy.stride() != x.stride():
-        side_by_side = x.is_contiguous() and dy.transpose(1, 2).is_contiguous()
-        dy = turned(dy) if side_by_side else torch.empty_like(x).copy_(dy)
+    dy = laid_as(x, dy)
     chosen = choose(x, left is not None, numbers.pooled, backward=True)
     eps, mix_eps, scale, inverse_m, pooled = numbers
     rows = torch.empty(chosen.flags, 2, c, dtype=torch.float32, device=x.device)
@@ -182,6 +180,14 @@ def _backward(
         partials, parts = _total(partials.view(3, parts, -1)), 1
     sweep(partials, parts, False, True)
     return dx, _total(rows.view(1, -1, 2 * c)).view(2, c)
+
+
+def laid_as(x: Tensor, dy: Tensor) -> Tensor:
+    """``dy`` with the strides of ``x``."""
+    if dy.stride() == x.stride():
+        return dy
+    side_by_side = x.is_contiguous() and dy.transpose(1, 2).is_contiguous()
+    return turned(dy) if side_by_side else torch.empty_like(x).copy_(dy)
 
 
 def _total(parts: Tensor) -> Tensor:

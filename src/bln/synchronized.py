@@ -183,18 +183,16 @@ def _here(value: Tensor, positions: tuple[int, ...], rows: Tensor) -> Tensor:
     return value[: rows.shape[1]] if positions and rows.shape[1] < positions[0] else value
 
 
-def _sums(
-    feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, m: int | Tensor, per_position: bool
-) -> Tensor:
-    """What ranks only have to add, ``(*positions, 3)``: entries, the sums of feature means and variances.
+def _sums(feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, m: int | Tensor, task: Task) -> Tensor:
+    """What ranks only have to add, ``(3, *positions)``: entries, the sums of feature means and variances.
 
     Pooled, samples stand behind; for each position they are the entries.
     """
     real, *samples = (
         c.to(feature_var.dtype) if isinstance(c, Tensor) else feature_var.new_full(feature_var.shape, c)
-        for c in ((entries,) if per_position else (entries, m))
+        for c in ((entries,) if task.per_position else (entries, m))
     )
-    return torch.stack([real, feature_mean, feature_var, *samples], -1)
+    return torch.stack([fit(value, task.positions) for value in (real, feature_mean, feature_var, *samples)])
 
 
 def _exchange(collective: Any, *tensors: Tensor, group: ProcessGroup) -> None:
@@ -223,12 +221,11 @@ def gather(message: Tensor, group: ProcessGroup) -> Tensor:
 
 def _join(mean: Tensor, squares: Tensor, sums: Tensor, task: Task) -> tuple[Tensor, Tensor, Tensor]:
     """Batch mean and variance over all ranks, and the ranks' sums: the collective of forward."""
-    message = torch.cat([value.reshape(-1) for value in (mean, squares, *sums.unbind(-1))])
+    message = torch.cat([value.reshape(-1) for value in (mean, squares, sums)])
     parts = gather(message.to(task.dtype), task.group).to(message.dtype).view(-1, len(message))
-    means, squares, totals = parts.split_with_sizes([mean.numel(), mean.numel(), sums.numel()], 1)
-    means, squares = means.view(-1, *mean.shape), squares.view(-1, *mean.shape)
-    totals = totals.view(-1, sums.shape[-1], *task.positions).movedim(1, -1)
-    return *formula.combine(totals[..., :1], means, squares), totals.sum(0)
+    means, centred, totals = parts.split_with_sizes([mean.numel(), mean.numel(), sums.numel()], 1)
+    means, centred, totals = means.view(-1, *mean.shape), centred.view(-1, *mean.shape), totals.view(-1, *sums.shape)
+    return *formula.combine(totals[:, 0, ..., None], means, centred), totals.sum(0)
 
 
 def add_up(message: Tensor, task: Task) -> Tensor:
@@ -250,7 +247,7 @@ def _number(count: Tensor) -> int | None:
 
 def _joined(mean: Tensor, var: Tensor, sums: Tensor) -> _Joined:
     """For the population, from what ``_join`` gave."""
-    entries, feature_mean, feature_var, *samples = sums.unbind(-1)
+    entries, feature_mean, feature_var, *samples = sums.unbind()
     m = samples[0] if samples else entries
     same = _number(m)
     divisor: int | Tensor
@@ -273,7 +270,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, mean: Tensor, squares: Tensor, sums: Tensor, task: Task) -> tuple[Tensor, Tensor, Tensor]:
         joined_mean, joined_var, total = _join(mean, squares, sums, task)
         ctx.task = task
-        ctx.save_for_backward(mean, sums[..., :1], joined_mean, total[..., :1])
+        ctx.save_for_backward(mean, sums[0, ..., None], joined_mean, total[0, ..., None])
         ctx.mark_non_differentiable(total)
         return joined_mean, joined_var, total
 
@@ -299,11 +296,9 @@ def _plain(
         (value if mask is None else torch.where(mask, value, 0)).sum(over)
         for value in (own.feature_mean.detach(), own.feature_var.detach())
     )
-    sums = _sums(feature_mean, feature_var, entries, m, task.per_position)
-    squares = own.batch_var * sums[..., :1]
-    mean, var, total = _Join.apply(  # type: ignore[no-untyped-call]
-        *(fit(value, task.positions) for value in (own.batch_mean, squares, sums)), task
-    )
+    sums = _sums(feature_mean, feature_var, entries, m, task)
+    mean, var = (fit(value, task.positions) for value in (own.batch_mean, own.batch_var))
+    mean, var, total = _Join.apply(mean, var * sums[0, ..., None], sums, task)  # type: ignore[no-untyped-call]
     joined = _joined(mean.detach(), var.detach(), total)
 
     mean, var, inverse_m = (_here(value, task.positions, rows) for value in (mean, var, joined.statistics.inverse_m))
@@ -343,8 +338,8 @@ class _Train(torch.autograd.Function):
         entries = n if task.per_position else rows.numel() // d
         over = 0 if task.per_position else tuple(range(rows.dim() - 1))
         feature_var = native.variance(feature_rstd, task.eps).squeeze(-1).sum(over)
-        sums = _sums(feature_mean.squeeze(-1).sum(over), feature_var, entries, n, task.per_position)
-        own_mean, squares, sums = (fit(value, task.positions) for value in (own_mean, own_var * entries, sums))
+        sums = _sums(feature_mean.squeeze(-1).sum(over), feature_var, entries, n, task)
+        own_mean, squares = (fit(value, task.positions) for value in (own_mean, own_var * entries))
         joined_mean, joined_var, total = _join(own_mean, squares, sums, task)
 
         joined = _joined(joined_mean, joined_var, total)
@@ -353,7 +348,7 @@ class _Train(torch.autograd.Function):
         count: Any
         if isinstance(joined.m, Tensor):
             inverse_m = _here(joined.statistics.inverse_m, task.positions, rows)[..., None]
-            count = _here(total, task.positions, rows)[..., :1].clamp(min=1)
+            count = _here(total[0], task.positions, rows)[..., None].clamp(min=1)
         else:
             inverse_m, count = 1 / joined.m, joined.entries
         w_B, w_F = formula.weights(inverse_m, task.mix_eps, d, task.dim_scale)

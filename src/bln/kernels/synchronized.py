@@ -197,6 +197,7 @@ def _join_messages(
     task: synchronized.Task,
     remember: tuple[Population, float | None] | None,
 ) -> Tensor:
+    """What ``join`` makes of them."""
     ranks, known = task.group.size(), task.known
     joined = torch.empty(p * (2 * c + 4), dtype=torch.float32, device=messages.device)
     kept: tuple[Tensor | None, ...] = (None,) * 7

@@ -99,18 +99,8 @@ def compare(case: Case) -> None:
         tolerance.close(next(rest), wanted[2], bounds[2] + 1e-30, "dbeta")
 
 
-@pytest.fixture
-def small_shares(monkeypatch):
-    """Programs share slabs that one would do alone."""
-    monkeypatch.setattr(launch, "_SHARE", 64)
-    launch.training.cache_clear()
-    yield
-    launch.training.cache_clear()
-
-
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "swept"])
 @pytest.mark.parametrize("processors", [1, 3])
-@pytest.mark.usefixtures("small_shares")
 def test_ragged_shapes_layouts_types_and_masks(processors, resident, monkeypatch):
     """With three processors samples are split into runs wherever there are fewer positions than that."""
     monkeypatch.setattr(slabs, "processors", lambda device: processors)
@@ -154,7 +144,6 @@ if GPU:
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
 @pytest.mark.parametrize(("shape", "channel_dim", "per_position", "processors"), SHAPES)
-@pytest.mark.usefixtures("small_shares")
 def test_every_kernel_and_tile(shape, channel_dim, per_position, processors, dtype, masked, monkeypatch):
     if processors is not None:
         monkeypatch.setattr(slabs, "processors", lambda device: processors)

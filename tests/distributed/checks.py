@@ -63,18 +63,13 @@ def against_the_oracle(
     With ``only`` that rank alone is masked; with ``processors``, so many, programs of a kernel share its work.
     """
     if processors:
-        from bln.kernels import launch, slabs
+        from bln.kernels import slabs
 
-        launch.training.cache_clear()
-        with (
-            mock.patch.object(launch, "_SHARE", 64),
-            mock.patch.object(slabs, "processors", return_value=processors),
-        ):
+        with mock.patch.object(slabs, "processors", return_value=processors):
             against_the_oracle(
                 seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, looking,
                 only,
             )  # fmt: skip
-        launch.training.cache_clear()
         return
     if not looking:  # as on a GPU, where looking at a count would wait for it
         with (

@@ -55,9 +55,10 @@ def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F
 def resident(
     x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
+    tiles.begin_next(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     n, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
     C = tiles.features(C, SIDE)
@@ -211,7 +212,7 @@ def sweep(
     mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
     SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
-    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, SHARED: tl.constexpr = False,
+    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
@@ -222,6 +223,9 @@ def sweep(
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
     """
+    tiles.begin_next(CHAINED)
+    if not SUM:
+        tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
@@ -273,7 +277,7 @@ def sweep(
             total = tl.zeros(column.shape, tl.float32)
             dot_B = tl.zeros(column.shape, tl.float32)
             dot_F = tl.zeros(column.shape, tl.float32)
-            for part in range(parts):
+            for part in tl.range(0, parts, loop_unroll_factor=4):  # so that several are loaded at once
                 of = partials + part * columns + column
                 total += tl.load(of, mask=in_column, other=0.0)
                 dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
@@ -296,8 +300,10 @@ def sweep(
 
 
 @triton.jit(do_not_specialize=["number", "width"])
-def add(parts, total, number, width, BS: tl.constexpr, BLOCK: tl.constexpr):
+def add(parts, total, number, width, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum ``[outer, number, width]`` over the number."""
+    tiles.begin_next(CHAINED)
+    tiles.wait_for_previous(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     parts += tl.program_id(1).to(tl.int64) * number * width
     found = tl.zeros([1, BLOCK], tl.float32)

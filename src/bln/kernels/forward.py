@@ -41,9 +41,10 @@ def _store_finite(statistics, program, check, N, P, C):
 def resident(
     x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Whole slabs of some positions, then of the next, on a grid that stays."""
+    tiles.begin_next(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     n, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
     C = tiles.features(C, SIDE)
@@ -178,7 +179,7 @@ def sweep(
     x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
     SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
-    MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, SHARED: tl.constexpr = False,
+    MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
@@ -186,6 +187,9 @@ def sweep(
     ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
     second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
     """
+    tiles.begin_next(CHAINED)
+    if not MEASURE:
+        tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
@@ -241,7 +245,7 @@ def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, su
 
 @triton.jit
 def _join(partials, parts, p, c, P, C, KIND: tl.constexpr):
-    """All parts together: means weighted by counts, squares moved to the common mean."""
+    """All parts together, one after the other, by Chan's formula."""
     columns = P.to(tl.int64) * C
     column, in_column = tiles.column_offset(p, c, P, C, KIND), (p < P) & (c < C)
     counts = partials + 2 * parts * columns + p
@@ -249,54 +253,49 @@ def _join(partials, parts, p, c, P, C, KIND: tl.constexpr):
     sum_mean = tl.zeros(p.shape, tl.float32)
     sum_var = tl.zeros(p.shape, tl.float32)
     mean = tl.zeros(column.shape, tl.float32)
-    for part in range(parts):
-        has = tl.load(counts + part * P, mask=p < P, other=0.0)
-        count += has
-        sum_mean += tl.load(counts + (parts + part) * P, mask=p < P, other=0.0)
-        sum_var += tl.load(counts + (2 * parts + part) * P, mask=p < P, other=0.0)
-        mean += has * tl.load(partials + part * columns + column, mask=in_column, other=0.0)
-    mean = mean / tl.maximum(count, 1.0)
     square = tl.zeros(column.shape, tl.float32)
-    for part in range(parts):
-        has = tl.load(counts + part * P, mask=p < P, other=0.0)
+    for part in tl.range(0, parts, loop_unroll_factor=4):  # so that several parts are loaded at once
         at = partials + part * columns + column
         moved = tl.load(at, mask=in_column, other=0.0) - mean
-        square += tl.load(at + parts * columns, mask=in_column, other=0.0) + has * moved * moved
+        within = tl.load(at + parts * columns, mask=in_column, other=0.0)
+        has = tl.load(counts + part * P, mask=p < P, other=0.0)
+        sum_mean += tl.load(counts + (parts + part) * P, mask=p < P, other=0.0)
+        sum_var += tl.load(counts + (2 * parts + part) * P, mask=p < P, other=0.0)
+        share = has / tl.maximum(count + has, 1.0)
+        mean += share * moved
+        square += within + count * share * moved * moved
+        count += has
     return count, mean, square, sum_mean, sum_var
 
 
-@triton.jit(do_not_specialize=["P", "C", "parts"])
-def merge(partials, joined, P, C, parts, KIND: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
-    """Many parts joined into one, in the same layout: for ``sweep``, which would read all of them in each program."""
-    columns = P.to(tl.int64) * C
+@triton.jit(do_not_specialize=["P", "C", "parts", "groups"])
+def merge(
+    partials, joined, P, C, parts, groups, KIND: tl.constexpr, CHAINED: tl.constexpr, BS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each ``BS`` of many parts joined into one, in the same layout: for ``sweep``, whose programs would read all."""
+    tiles.begin_next(CHAINED)
+    tiles.wait_for_previous(CHAINED)
+    columns, group = P.to(tl.int64) * C, tl.program_id(1)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    p, first, inside = at // C, at % C == 0, at < columns
+    part = group * BS + tl.arange(0, BS)[:, None]
+    p, once = at // C, (at < columns) & (at % C == 0)  # where something stands for a position, one column is enough
     if KIND == tiles.ACROSS:
-        p, first = at % P, at < P
-    counts = partials + 2 * parts * columns + p
-    count = tl.zeros([1, BLOCK], tl.float32)
-    sum_mean = tl.zeros([1, BLOCK], tl.float32)
-    sum_var = tl.zeros([1, BLOCK], tl.float32)
-    mean = tl.zeros([1, BLOCK], tl.float32)
-    for start in range(0, parts, BS):
-        part = start + tl.arange(0, BS)[:, None]
-        found = (part < parts) & inside
-        has = tl.load(counts + part * P, mask=found, other=0.0)
-        count += tl.sum(has, 0, keep_dims=True)
-        sum_mean += tl.sum(tl.load(counts + (parts + part) * P, mask=found, other=0.0), 0, keep_dims=True)
-        sum_var += tl.sum(tl.load(counts + (2 * parts + part) * P, mask=found, other=0.0), 0, keep_dims=True)
-        mean += tl.sum(has * tl.load(partials + part * columns + at, mask=found, other=0.0), 0, keep_dims=True)
-    mean = mean / tl.maximum(count, 1.0)
-    square = tl.zeros([1, BLOCK], tl.float32)
-    for start in range(0, parts, BS):
-        part = start + tl.arange(0, BS)[:, None]
-        found = (part < parts) & inside
-        has = tl.load(counts + part * P, mask=found, other=0.0)
-        moved = tl.load(partials + part * columns + at, mask=found, other=0.0) - mean
-        within = tl.load(partials + (parts + part) * columns + at, mask=found, other=0.0)
-        square += tl.sum(within + has * moved * moved, 0, keep_dims=True)
-    tl.store(joined + at, mean, mask=inside)
-    tl.store(joined + columns + at, square, mask=inside)
-    tl.store(joined + 2 * columns + p, count, mask=inside & first)
-    tl.store(joined + 2 * columns + P + p, sum_mean, mask=inside & first)
-    tl.store(joined + 2 * columns + 2 * P + p, sum_var, mask=inside & first)
+        p, once = at % P, at < P
+    found = (part < parts) & (at < columns)
+    means = tl.load(partials + part * columns + at, mask=found, other=0.0)
+    squares = tl.load(partials + (parts + part) * columns + at, mask=found, other=0.0)
+    counts = partials + 2 * parts * columns + part * P + p
+    has = tl.load(counts, mask=found, other=0.0)
+    sum_mean = tl.sum(tl.load(counts + parts * P, mask=found & once, other=0.0), 0, keep_dims=True)
+    sum_var = tl.sum(tl.load(counts + 2 * parts * P, mask=found & once, other=0.0), 0, keep_dims=True)
+    count = tl.sum(has, 0, keep_dims=True)
+    mean = tl.sum(has * means, 0, keep_dims=True) / tl.maximum(count, 1.0)
+    moved = means - mean
+    square = tl.sum(squares + has * moved * moved, 0, keep_dims=True)
+    tl.store(joined + group * columns + at, mean, mask=at < columns)
+    tl.store(joined + (groups + group) * columns + at, square, mask=at < columns)
+    counts = joined + 2 * groups * columns + group * P + p
+    tl.store(counts, count, mask=once)
+    tl.store(counts + groups * P, sum_mean, mask=once)
+    tl.store(counts + 2 * groups * P, sum_var, mask=once)

@@ -97,7 +97,7 @@ def _batch(
     if config.uses_batch:
         chosen = choose(x, True, numbers.pooled, backward=False)  # as for a mask: swept over, not held
         statistics = torch.empty(statistics_size(*x.shape), dtype=torch.float32, device=x.device)
-        joined, _ = measure(x, statistics, left, numbers, chosen, most=0)
+        joined, _ = measure(x, statistics, left, numbers, chosen, most=1)
         own_mean, square, real, _ = torch.split(joined, [q * c, q * c, q, 2 * q])
         shape = (c, q) if across(x) else (q, c)
         own_mean, square = (t.view(shape).T if across(x) else t.view(shape) for t in (own_mean, square))
@@ -163,6 +163,12 @@ def _normalize(
     p = tl.program_id(0) // splits * BP + ps
     first = tl.program_id(0) % splits * run
     last = tl.minimum(N, first + run)
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
+    real = tiles.real_values(in_row, c, C, EVEN)
+    at = tiles.offset(ns, p, c, P, C, KIND)
+    step, _ = tiles.strides(P, C, KIND)
+    x, y = x + first * step, y + first * step
+    ahead = tiles.fetch(x + at, real, EVEN)  # before anything that waits for memory
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     q = p  # where the statistics of a position are
@@ -180,12 +186,6 @@ def _normalize(
     column, in_column = tiles.column_offset(q, folded, Q, C, KIND), (p < P) & (folded < C)
     mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
     s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
-    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
-    real = tiles.real_values(in_row, c, C, EVEN)
-    at = tiles.offset(ns, p, c, P, C, KIND)
-    step, _ = tiles.strides(P, C, KIND)
-    x, y = x + first * step, y + first * step
-    ahead = tiles.fetch(x + at, real, EVEN)
     for start in range(first, last, BN):
         n = start + ns
         v, in_this, real_now = ahead.to(tl.float32), in_row, real

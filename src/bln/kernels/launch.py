@@ -12,7 +12,6 @@ from . import tiles
 
 _ACROSS = 128  # features at most where positions lie side by side: threads hold some of each, and sums of them
 _RESIDENT = 16384  # values of a slab that registers hold; in backward, half of it
-_SHARE = 16384  # values of a program, where several share a slab: at least
 _LANES = 32  # positions of a tile where they lie side by side: a warp's threads
 
 
@@ -118,10 +117,10 @@ def arrange(
 def swept(
     n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, warps: int, values: int, splits: int
 ) -> Launch:
-    """A launch that sweeps over slabs."""
+    """A launch that sweeps over slabs, in up to so many runs of samples."""
     kind, tile, side = arrange(n, c, itemsize, across, warps, values)
     samples, positions = _rows(kind, tile), tile[2] if across else 1
-    run = cdiv(cdiv(n, splits), samples) * samples
+    run = cdiv(cdiv(n, splits), samples) * samples  # whole tiles
     even = not masked and n % samples == 0 and power_of_two(c) == c and p % positions == 0
     return Launch(kind, tile, side, even, warps, cdiv(p, positions), splits=cdiv(n, run), run=run)
 
@@ -178,20 +177,25 @@ def training(
         warps, values = max(1, min(8, features // 16)), 16 if backward else 32
         splits = 1 if blocks >= 2 * processors else cdiv(2 * processors, blocks)
     else:
-        # Rows of up to 512 features within a warp, longer ones within a few: (32, 196, 512) takes 2.6 times a copy with
-        # 2 warps, 3.4 with 4; (32, 512, 1024) 2.25 with 4, and 2.28 with 2 that hold twice as much.
-        warps = 4 if features <= 128 or features > 512 else 2
-        values = 16 if backward or features > 512 else 32
         splits = 1 if blocks >= processors and slab <= 2**17 else cdiv(2 * processors, blocks)
+        # Rows of up to 512 features within a warp, longer ones within a few: (32, 196, 512) takes 2.6 times a copy with
+        # 2 warps, 3.4 with 4. (32, 512, 1024) in float32 takes 1.8 within a warp, 2.0 within two; but (256, 197, 768),
+        # where programs share slabs, 2.1 and 1.9.
+        within = features <= 512 or (features <= 1024 and splits == 1)
+        warps = 2 if features > 128 and within else 4
+        values = 32 if within and not backward else 16
+        if backward and features == 256 and itemsize == 4:  # (64, 784, 256) takes 1.85 times an addition, else 2.0
+            warps = 4
+        if backward and features > 512:
+            # One row at a time: (256, 197, 768) in float32 takes 2.0 times an addition so, 2.4 with two.
+            warps, values = min(8, features // 256), 8 if features <= 2048 else 16
+            splits = splits if splits == 1 else cdiv(16 // warps * processors, blocks)
         if p == 1:  # partial results are as long as rows: few of them where rows are few
-            warps = 8 if features > 512 else 4
+            warps = 4 if features <= 1024 else 8
             splits = min(8 * processors, max(processors, n // 32))
-    # A launch more takes longer than a program with this little to do.
-    worth = n * features * (_LANES if across else 1) // _SHARE
-    return swept(
-        n, p, c, itemsize=itemsize, across=across, masked=masked, warps=warps, values=values,
-        splits=max(1, min(splits, worth)),
-    )  # fmt: skip
+            if features > 512:  # (4096, 1, 4096) in float32 takes 1.96 times a copy in 256 runs, 2.24 in 128
+                splits = min(2 * processors, max(processors, n // (32 if backward else 16)))
+    return swept(n, p, c, itemsize=itemsize, across=across, masked=masked, warps=warps, values=values, splits=splits)
 
 
 @lru_cache(maxsize=4096)

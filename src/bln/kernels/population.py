@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import tiles
+
 
 @triton.jit
 def _mix(old, new, weight):
@@ -27,12 +29,13 @@ def _weight(count, total, m, momentum, AVERAGE: tl.constexpr):
 def enter(
     statistics, finite, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
     programs, N, P, C, positions, known, m, entries_factor, m_factor, momentum,
-    ACROSS: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr,
+    ACROSS: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr, CHAINED: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Let the statistics of some positions in, if those of all positions are finite.
 
-    What is there is loaded first, all at once: it is small, and waiting for it is what takes time.
+    Waiting for memory is what takes time here. So all is loaded at once: the population while ``forward`` still works,
+    the rest when it is done.
 
     Args:
         statistics: What ``forward`` wrote.
@@ -43,10 +46,9 @@ def enter(
         AVERAGE: Weigh by samples; else by ``momentum``.
         SPREAD: There are two entries or more behind a batch variance.
     """
-    columns = P.to(tl.int64) * C
-    averages = statistics + 2 * (columns + P.to(tl.int64) * N)
-    p = (tl.program_id(0) * BP + tl.arange(0, BP))[:, None]
-    real = p < positions
+    p, c = (tl.program_id(0) * BP + tl.arange(0, BP))[:, None], tl.arange(0, BC)[None, :]
+    real, in_column = p < positions, (p < positions) & (c < C)
+    at = p.to(tl.int64) * C + c
     count_mean = tl.load(updates + p, mask=real, other=0) + 1
     count_var = tl.load(updates + known + p, mask=real, other=0) + 1
     count_mean_F = tl.load(updates + 2 * known + p, mask=real, other=0) + 1
@@ -57,44 +59,43 @@ def enter(
     total_mean_F = tl.load(samples + 2 * known + p, mask=real, other=0) + m
     total_var_F = tl.load(samples + 3 * known + p, mask=real, other=0) + m
     total_m = tl.load(samples + 4 * known + p, mask=real, other=0) + m
-    old_mean_F, old_var_F = tl.load(feature_mean + p, mask=real, other=0.0), tl.load(feature_var + p, mask=real)
-    old_m = tl.load(inverse_m + p, mask=real, other=0.0)
-    mean_F = tl.load(averages + p, mask=real, other=0.0)
-    var_F = tl.load(averages + P + p, mask=real, other=0.0) * m_factor
-    bad = tl.zeros([BF], tl.float32)
-    for start in range(0, programs, BF):
-        at = start + tl.arange(0, BF)
-        bad += 1.0 - tl.load(finite + at, mask=at < programs, other=1.0)
-    inside = p < tl.where(tl.sum(bad) == 0, positions, 0)
-    weight = _weight(count_mean, total_mean, m, momentum, AVERAGE)
-    weight_var = _weight(count_var, total_var, m, momentum, AVERAGE)
-    for start in range(0, C, BC):
-        c = start + tl.arange(0, BC)[None, :]
-        at, in_column = p.to(tl.int64) * C + c, inside & (c < C)
-        column = at
-        if ACROSS:
-            column = c.to(tl.int64) * P + p
-        old_mean, old_var = tl.load(batch_mean + at, mask=in_column), tl.load(batch_var + at, mask=in_column)
-        mean = tl.load(statistics + column, mask=in_column)
-        var = tl.load(statistics + columns + column, mask=in_column)
-        tl.store(batch_mean + at, _mix(old_mean, mean, weight), mask=in_column)
-        if SPREAD:
-            tl.store(batch_var + at, _mix(old_var, var * entries_factor, weight_var), mask=in_column)
+    old_mean, old_var = tl.load(batch_mean + at, mask=in_column), tl.load(batch_var + at, mask=in_column)
+    old_mean_F, old_var_F = tl.load(feature_mean + p, mask=real), tl.load(feature_var + p, mask=real)
+    old_m = tl.load(inverse_m + p, mask=real)
+
+    tiles.wait_for_previous(CHAINED)
+    columns = P.to(tl.int64) * C
+    averages = statistics + 2 * (columns + P.to(tl.int64) * N)
+    column = at
+    if ACROSS:
+        column = c.to(tl.int64) * P + p
+    mean = tl.load(statistics + column, mask=in_column)
+    var = tl.load(statistics + columns + column, mask=in_column)
+    mean_F, var_F = tl.load(averages + p, mask=real), tl.load(averages + P + p, mask=real)
+    program = tl.arange(0, BF)
+    bad = tl.sum(1.0 - tl.load(finite + program, mask=program < programs, other=1.0))
     tl.debug_barrier()  # every warp holds a copy of the counters, and must have read before one writes
-    weight = _weight(count_mean_F, total_mean_F, m, momentum, AVERAGE)
-    tl.store(feature_mean + p, _mix(old_mean_F, mean_F, weight), mask=inside)
-    weight = _weight(count_var_F, total_var_F, m, momentum, AVERAGE)
-    tl.store(feature_var + p, _mix(old_var_F, var_F, weight), mask=inside)
-    weight = _weight(count_m, total_m, m, momentum, AVERAGE)
-    tl.store(inverse_m + p, _mix(old_m, 1.0 / m, weight), mask=inside)
-    tl.store(updates + p, count_mean, mask=inside)
-    tl.store(samples + p, total_mean, mask=inside)
+
+    entering = p < tl.where(bad == 0, positions, 0)
+    in_column = entering & (c < C)
+    weight = _weight(count_mean, total_mean, m, momentum, AVERAGE)
+    tl.store(batch_mean + at, _mix(old_mean, mean, weight), mask=in_column)
+    tl.store(updates + p, count_mean, mask=entering)
+    tl.store(samples + p, total_mean, mask=entering)
     if SPREAD:
-        tl.store(updates + known + p, count_var, mask=inside)
-        tl.store(samples + known + p, total_var, mask=inside)
-    tl.store(updates + 2 * known + p, count_mean_F, mask=inside)
-    tl.store(samples + 2 * known + p, total_mean_F, mask=inside)
-    tl.store(updates + 3 * known + p, count_var_F, mask=inside)
-    tl.store(samples + 3 * known + p, total_var_F, mask=inside)
-    tl.store(updates + 4 * known + p, count_m, mask=inside)
-    tl.store(samples + 4 * known + p, total_m, mask=inside)
+        weight = _weight(count_var, total_var, m, momentum, AVERAGE)
+        tl.store(batch_var + at, _mix(old_var, var * entries_factor, weight), mask=in_column)
+        tl.store(updates + known + p, count_var, mask=entering)
+        tl.store(samples + known + p, total_var, mask=entering)
+    weight = _weight(count_mean_F, total_mean_F, m, momentum, AVERAGE)
+    tl.store(feature_mean + p, _mix(old_mean_F, mean_F, weight), mask=entering)
+    tl.store(updates + 2 * known + p, count_mean_F, mask=entering)
+    tl.store(samples + 2 * known + p, total_mean_F, mask=entering)
+    weight = _weight(count_var_F, total_var_F, m, momentum, AVERAGE)
+    tl.store(feature_var + p, _mix(old_var_F, var_F * m_factor, weight), mask=entering)
+    tl.store(updates + 3 * known + p, count_var_F, mask=entering)
+    tl.store(samples + 3 * known + p, total_var_F, mask=entering)
+    weight = _weight(count_m, total_m, m, momentum, AVERAGE)
+    tl.store(inverse_m + p, _mix(old_m, 1.0 / m, weight), mask=entering)
+    tl.store(updates + 4 * known + p, count_m, mask=entering)
+    tl.store(samples + 4 * known + p, total_m, mask=entering)

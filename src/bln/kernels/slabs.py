@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -89,7 +90,10 @@ def turned(x: Tensor) -> Tensor:
     """``[N, P, C]`` whose positions lie side by side, with features side by side."""
     n, p, c = x.shape
     y = torch.empty(n, p, c, dtype=x.dtype, device=x.device)
-    tiles.turn[(n * launch.cdiv(p, 64) * launch.cdiv(c, 64),)](x, y, p, c, BLOCK=64, num_warps=4)
+    most = 16 // x.element_size()
+    tiles.turn[(n * launch.cdiv(p, 64) * launch.cdiv(c, 64),)](
+        x, y, p, c, SIDE_P=math.gcd(p, most), SIDE_C=math.gcd(c, most), BLOCK=64, num_warps=4
+    )
     return y
 
 
@@ -119,6 +123,17 @@ def shared_memory(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
     size: int = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)  # older versions of torch do not say
     return size
+
+
+@cache
+def chain(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Options for the first of several launches, and for those after it.
+
+    Where a device can, from Hopper on, those begin while the launch before comes to its end.
+    """
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    able = nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"CHAINED": able}, {"CHAINED": able, "launch_pdl": able}
 
 
 def on_its_device(function: Callable[..., T]) -> Callable[..., T]:

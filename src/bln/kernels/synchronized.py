@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from .. import synchronized
 from . import backward, forward, launch, tiles
 from .population import _mix, _weight
-from .slabs import Options, Slabs, across, choose, on_its_device, options, processors
+from .slabs import Options, Slabs, across, chain, choose, on_its_device, options, processors
 from .training import _as, _total, laid_as, measure, statistics_size
 
 if TYPE_CHECKING:
@@ -57,9 +57,10 @@ def _join(means, squares, counts, step, row_step, part, parts, real, inside, BS:
 @triton.jit(do_not_specialize=["P", "C", "known", "parts", "m"])
 def pack(
     partials, message, P, C, known, parts, m,
-    KIND: tl.constexpr, POOLED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, POOLED: tl.constexpr, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Partial results of ``P`` positions as the message of a rank, for ``known`` of them, features last."""
+    tiles.wait_for_previous(CHAINED)
     part = tl.arange(0, BS)[:, None]
     columns, all_columns = P.to(tl.int64) * C, known.to(tl.int64) * C
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -87,7 +88,7 @@ def _row(table, row, number: tl.constexpr):
 def join(
     messages, joined, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
     ranks, P, C, known, momentum,
-    KIND: tl.constexpr, POOLED: tl.constexpr, LEARN: tl.constexpr, AVERAGE: tl.constexpr,
+    KIND: tl.constexpr, POOLED: tl.constexpr, LEARN: tl.constexpr, AVERAGE: tl.constexpr, CHAINED: tl.constexpr,
     BS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """The messages of all ranks as one partial result of ``P`` positions, and ``1/m`` behind it; and the population,
@@ -96,6 +97,7 @@ def join(
     A mini-batch with a row variance that is not finite does not enter: NaN and infinity show in them. A batch variance
     may still overflow, which keeps out its position alone.
     """
+    tiles.begin_next(CHAINED)
     part = tl.arange(0, BS)[:, None, None]
     columns, own_columns = known.to(tl.int64) * C, P.to(tl.int64) * C
     step = 2 * columns + (4 if POOLED else 3) * known
@@ -184,7 +186,7 @@ def _message(
     block = 2048 // tall
     pack[(launch.cdiv(known * c, block),)](
         partials, message, p, c, known, parts, m,
-        KIND=chosen.kind, POOLED=not task.per_position, BS=tall, BLOCK=block,
+        KIND=chosen.kind, POOLED=not task.per_position, BS=tall, BLOCK=block, **chain(x.device)[1],
     )  # fmt: skip
     return message
 
@@ -214,7 +216,7 @@ def _join_messages(
         messages, joined, *kept, ranks, p, c, known, 0.0 if momentum is None else momentum,
         KIND=kind, POOLED=not task.per_position, LEARN=remember is not None, AVERAGE=momentum is None,
         BS=tall, BP=high, BC=wide, BF=min(1024, launch.power_of_two(known)),
-        num_warps=max(1, min(8, tall * high * wide // 256)),
+        num_warps=max(1, min(8, tall * high * wide // 256)), **chain(messages.device)[0],
     )  # fmt: skip
     for buffer in kept:  # autograd does not see what a kernel writes
         if buffer is not None and not buffer.is_inference():
@@ -247,7 +249,7 @@ class _Train(torch.autograd.Function):
         forward.sweep[(chosen.blocks * chosen.splits,)](
             x, y, None, gamma, beta, statistics, joined, inverse_m, n, p, c, chosen.run, chosen.splits, 1,
             numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False, POOLED=numbers.pooled,
-            MEASURE=False, NORMALIZE=True, SHARED=True, **chosen.constants,
+            MEASURE=False, NORMALIZE=True, SHARED=True, **chain(x.device)[1], **chosen.constants,
         )  # fmt: skip
         ctx.rest = numbers, task
         ctx.save_for_backward(x, gamma, beta, statistics, joined[2 * q * c :], inverse_m)
@@ -264,12 +266,14 @@ class _Train(torch.autograd.Function):
         programs = chosen.blocks * chosen.splits
         q, blocks, parts = (1, 1, programs) if numbers.pooled else (p, chosen.blocks, chosen.splits)
         sums = torch.empty(2 * n * p, dtype=torch.float32, device=x.device)
+        begin, _ = chain(x.device)
 
         def sweep(dx: Tensor, partials: Tensor, first: bool) -> None:
             backward.sweep[(programs,)](
                 x, dy, dx, None, gamma, statistics, partials, sums, None, inverse_m, counts, n, p, c,
                 chosen.run, chosen.splits, 1, numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False,
-                POOLED=numbers.pooled, SUM=first, DIFFERENTIATE=not first, SHARED=True, **chosen.constants,
+                POOLED=numbers.pooled, SUM=first, DIFFERENTIATE=not first, SHARED=True, **begin,
+                **chosen.constants,
             )  # fmt: skip
 
         partials = torch.empty(1, parts, 2 * c * (q + blocks), dtype=torch.float32, device=x.device)

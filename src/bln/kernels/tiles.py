@@ -220,9 +220,24 @@ def transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT: tl.constexpr):
     return y
 
 
+@triton.jit
+def begin_next(CHAINED: tl.constexpr):
+    """Let the programs of the next launch begin where there is room for them, if it says so too."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(CHAINED: tl.constexpr):
+    """Before anything is read that the launch before has written."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
+
+
 @triton.jit(do_not_specialize=["P", "C"])
-def turn(x, y, P, C, BLOCK: tl.constexpr):
-    """``y[n, p, c] = x[n, c, p]``, both contiguous."""
+def turn(x, y, P, C, SIDE_P: tl.constexpr, SIDE_C: tl.constexpr, BLOCK: tl.constexpr):
+    """``y[n, p, c] = x[n, c, p]``, both contiguous; of positions and features, so many lie side by side in memory."""
+    P, C = (P // SIDE_P) * SIDE_P, (C // SIDE_C) * SIDE_C
     program, blocks_p, blocks_c = tl.program_id(0), tl.cdiv(P, BLOCK), tl.cdiv(C, BLOCK)
     p = program // blocks_c % blocks_p * BLOCK + tl.arange(0, BLOCK)
     c = program % blocks_c * BLOCK + tl.arange(0, BLOCK)

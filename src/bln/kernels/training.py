@@ -11,7 +11,7 @@ from .. import formula
 from ..formula import Statistics
 from ..functional import current
 from . import backward, forward, launch, population
-from .slabs import Entries, Options, Slabs, across, choose, gradients, on_its_device, options, transform, turned
+from .slabs import Entries, Options, Slabs, across, chain, choose, gradients, on_its_device, options, transform, turned
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -69,18 +69,19 @@ def _enter(kept: Population, momentum: float | None, statistics: Tensor, slabs: 
     """Update the population with the statistics of slabs."""
     n, p, c = slabs.x.shape
     positions, entries = (1, n * p) if slabs.pooled else (p, n)
-    columns = min(4096, launch.power_of_two(c))
-    block = max(1, min(1024 // columns, launch.power_of_two(positions)))
+    columns = launch.power_of_two(c)
+    block = max(1, min(512 // columns, launch.power_of_two(positions)))
+    _, after = chain(slabs.x.device)
     flags = choose(slabs.x, False, slabs.pooled, backward=False).flags
     finite = statistics[2 * p * (c + n + 1) :][:flags]
     if flags > 4096:  # each program reads all
-        finite, flags = finite.amin(), 1
+        finite, flags, after = finite.amin(), 1, {"CHAINED": False}
     population.enter[(launch.cdiv(positions, block),)](
         statistics, finite, kept.batch_mean, kept.batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
         kept.updates, kept.samples, flags, n, p, c, positions, kept.inverse_m.numel(), m,
         formula.bessel(entries), formula.bessel(m), 0.0 if momentum is None else momentum,
         ACROSS=across(slabs.x) and not slabs.pooled, AVERAGE=momentum is None, SPREAD=entries > 1, BP=block, BC=columns,
-        BF=launch.power_of_two(flags), num_warps=max(1, min(8, columns * block // 256)),
+        BF=launch.power_of_two(flags), num_warps=max(1, min(8, columns * block // 128)), **after,
     )  # fmt: skip
     for buffer in kept.buffers():  # autograd does not see what a kernel writes
         if not buffer.is_inference():
@@ -96,10 +97,11 @@ def _forward(
     statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
     chosen = choose(x, left is not None, numbers.pooled, backward=False)
     eps, mix_eps, scale, inverse_m, pooled = numbers
+    begin, after = chain(x.device)
     if chosen.resident:
         forward.resident[(chosen.programs,)](
             x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps,
-            STAGES=chosen.stages, **chosen.constants,
+            STAGES=chosen.stages, **begin, **chosen.constants,
         )  # fmt: skip
         return y, statistics
 
@@ -108,7 +110,8 @@ def _forward(
     hidden, _, weight = left or (None, None, inverse_m)
     forward.sweep[(chosen.blocks * chosen.splits,)](
         x, y, hidden, gamma, beta, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, parts,
-        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone, NORMALIZE=True, **chosen.constants,
+        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone, NORMALIZE=True,
+        **(begin if alone else after), **chosen.constants,
     )  # fmt: skip
     return y, statistics
 
@@ -126,15 +129,27 @@ def measure(
     q, parts = (1, programs) if pooled else (p, chosen.splits)
     partials = torch.empty(parts * q * (2 * c + 3), dtype=torch.float32, device=x.device)
     hidden, _, weight = left or (None, None, inverse_m)
+    begin, after = chain(x.device)
     forward.sweep[(programs,)](
         x, x, hidden, None, None, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, 1,
-        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=True, NORMALIZE=False, **chosen.constants,
+        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=True, NORMALIZE=False,
+        **begin, **chosen.constants,
     )  # fmt: skip
-    if parts <= most:
-        return partials, parts
-    joined = torch.empty(q * (2 * c + 3), dtype=torch.float32, device=x.device)
-    forward.merge[(launch.cdiv(q * c, 8),)](partials, joined, q, c, parts, KIND=chosen.kind, BS=256, BLOCK=8)
-    return joined, 1
+    while parts > most:
+        tile = _tall(parts)
+        groups = launch.cdiv(parts, tile["BS"])
+        joined = torch.empty(groups * q * (2 * c + 3), dtype=torch.float32, device=x.device)
+        forward.merge[(launch.cdiv(q * c, tile["BLOCK"]), groups)](
+            partials, joined, q, c, parts, groups, KIND=chosen.kind, **tile, **after
+        )
+        partials, parts = joined, groups
+    return partials, parts
+
+
+def _tall(number: int) -> dict[str, int]:
+    """A tile that reads so many rows at once, of few columns, so that there are many such tiles."""
+    rows = min(4096, launch.power_of_two(number))
+    return {"BS": rows, "BLOCK": min(8, 8192 // rows), "num_warps": max(1, min(16, rows // 64))}
 
 
 def _backward(
@@ -151,11 +166,12 @@ def _backward(
     dy = laid_as(x, dy)
     chosen = choose(x, left is not None, numbers.pooled, backward=True)
     eps, mix_eps, scale, inverse_m, pooled = numbers
+    begin, after = chain(x.device)
     rows = torch.empty(chosen.flags, 2, c, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
-            STAGES=chosen.stages, **chosen.constants,
+            STAGES=chosen.stages, **begin, **chosen.constants,
         )  # fmt: skip
         return dx, _total(rows.view(1, -1, 2 * c)).view(2, c)
 
@@ -167,7 +183,7 @@ def _backward(
         backward.sweep[(programs,)](
             x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, p, c,
             chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
-            SUM=sum_, DIFFERENTIATE=differentiate, **chosen.constants,
+            SUM=sum_, DIFFERENTIATE=differentiate, **(begin if sum_ else after), **chosen.constants,
         )  # fmt: skip
 
     if chosen.splits == 1 and not pooled:
@@ -196,10 +212,9 @@ def _total(parts: Tensor) -> Tensor:
     if number == 1:
         return parts.view(outer, width)
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
-    tall = min(1024, launch.power_of_two(number))
-    backward.add[(launch.cdiv(width, 8), outer)](
-        parts, total, number, width, BS=tall, BLOCK=8, num_warps=max(1, tall // 128)
-    )
+    tile = _tall(number)
+    _, after = chain(parts.device)
+    backward.add[(launch.cdiv(width, tile["BLOCK"]), outer)](parts, total, number, width, **tile, **after)
     return total
 
 

@@ -54,7 +54,7 @@ def bare(layer: bln.BatchLayerNorm, shape: tuple[int, ...]) -> Step:
     """The layer alone, and beside it the collectives of a synchronized one: statistics to all, gradients added up."""
     features, device = layer.num_features, layer.weight.device
     positions = torch.Size(shape[1:]).numel() // features if layer.per_position else 1
-    message = torch.randn(positions * (2 * features + (2 if layer.per_position else 3)), device=device)
+    message = torch.randn(positions * (2 * features + (3 if layer.per_position else 4)), device=device)
     gathered = torch.empty(dist.get_world_size() * len(message), device=device)
     gradients = torch.randn(positions * 2 * features, device=device)
 

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from bln.kernels import backward, forward, inference, launch, population
+from bln.kernels import backward, forward, inference, launch, population, synchronized
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
 INPUTS, COUNTERS = ["x", "y", "dy", "dx"], ["updates", "samples"]
@@ -33,12 +33,15 @@ POINTERS = [
     "hidden",
     "finite",
     "ready",
+    "message",
+    "messages",
 ]
 
 
 def build(kernel, name, dtype, warps, constants, pointers=()):
     """To machine code; ``constants`` are what a launch would make constant."""
     names = [parameter.name for parameter in kernel.params]
+    constants = {"CHAINED": True, **constants} if "CHAINED" in names else constants
     types = {}
     for each in names:
         if each in constants:
@@ -72,6 +75,21 @@ def resources(code: bytes) -> str:
     return f"{registers:>4} registers {spilled:>4} bytes spilled"
 
 
+def share(kernels, n, p, c, dtype, pooled, how):
+    """The sweeps of which other ranks hear in between."""
+    back = kernels is backward
+    chosen = launch.training(n, p, c, backward=back, pooled=pooled, shared=232448, alone=False, **how)
+    constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
+    constants |= {"MASKED": False, "POOLED": pooled, "hidden": None}
+    if back:
+        phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
+    else:
+        phases = [{"MEASURE": False, "NORMALIZE": True, "SHARED": True}]
+    for phase in phases:
+        name = f"{kernels.__name__.split('.')[-1]} shared {n}, {p}, {c}"
+        build(kernels.sweep, name, dtype, chosen.warps, constants | phase, ["inverse_m", "sums"])
+
+
 def main() -> None:
     for dtype, itemsize in (("*bf16", 2), ("*fp32", 4)):
         for n, p, c, across, masked, pooled in (
@@ -85,10 +103,12 @@ def main() -> None:
                 chosen = launch.training(n, p, c, backward=back, pooled=pooled, shared=232448, **how)
                 constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
                 name = f"{kernels.__name__.split('.')[-1]} {about}"
+                if not masked:
+                    share(kernels, n, p, c, dtype, pooled, how)
                 if chosen.resident:
                     build(kernels.resident, name, dtype, chosen.warps, constants | {"STAGES": chosen.stages})
                     continue
-                constants |= {"MASKED": masked, "POOLED": pooled}
+                constants |= {"MASKED": masked, "POOLED": pooled, "SHARED": False}
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
                 names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
                 alone = chosen.splits == 1 and not pooled
@@ -109,6 +129,11 @@ def main() -> None:
             )  # fmt: skip
     build(forward.merge, "merge", "*fp32", 4, {"KIND": 0, "BS": 256, "BLOCK": 8})
     build(backward.add, "add", "*fp32", 8, {"BS": 1024, "BLOCK": 8}, ["parts", "total"])
+    for pooled in (True, False):
+        build(synchronized.pack, "pack", "*fp32", 4, {"KIND": 2, "POOLED": pooled, "BS": 256, "BLOCK": 8})
+        constants = {"KIND": 2, "POOLED": pooled, "LEARN": True, "AVERAGE": pooled}
+        constants |= {"BS": 2, "BP": 16, "BC": 64, "BF": 1024}
+        build(synchronized.join, "join", "*fp32", 4, constants, ["inverse_m"])
     for average in (True, False):
         constants = {"ACROSS": False, "AVERAGE": average, "SPREAD": True, "BP": 16, "BC": 64, "BF": 1024}
         build(population.enter, "population", "*fp32", 4, constants, ["inverse_m"])

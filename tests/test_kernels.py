@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -375,6 +376,32 @@ def test_the_operator_keeps_what_a_compiler_trusts_in(masked, pooled):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
+@pytest.mark.parametrize(("shape", "channel_dim"), [((22, 3, 5), 2), ((22, 5, 3), 1)])
+def test_messages_of_many_ranks_are_joined(shape, channel_dim, per_position, chosen, monkeypatch):
+    """Eleven ranks of two samples, of which this process is the first: more than are read at once."""
+    ranks, whole = 11, torch.randn(shape, device=DEVICE)
+    group, gathered = mock.Mock(**{"size.return_value": ranks}), []
+    layer = bln.BatchLayerNorm(5, channel_dim=channel_dim, per_position=per_position).to(DEVICE)
+    alone = copy.deepcopy(layer)
+    positions = (3,) if per_position else ()
+    layer.population.learned(positions, True)
+    layer._agreed = True
+
+    def gather(message, group):
+        gathered.append(message)
+        return torch.cat([message, *gathered[:-1]] if len(gathered) == ranks else [message] * ranks)
+
+    monkeypatch.setattr(bln.synchronized, "gather", gather)
+    before = layer.population.snapshot()
+    for part in reversed(whole.split(2)):
+        layer.population.restore(before)
+        y = layer._synchronized(part, None, channel_dim, positions, group)
+    torch.testing.assert_close(y, alone(whole)[:2], rtol=1e-4, atol=1e-5)
+    for name, ours in layer.population.named_buffers():
+        torch.testing.assert_close(ours, getattr(alone.population, name), rtol=1e-5, atol=1e-5, msg=name)
+
+
 def test_every_kernel_compiles_to_machine_code():
     """Types that the interpreter does not look at; no GPU is needed for it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -383,7 +410,7 @@ def test_every_kernel_compiles_to_machine_code():
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
-        "forward", "backward", "inference", "merge", "add", "population"
+        "forward", "backward", "inference", "merge", "add", "pack", "join", "population"
     }  # fmt: skip
 
 

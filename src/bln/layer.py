@@ -221,7 +221,7 @@ class BatchLayerNorm(nn.Module):
         if self.per_position and not self._agreed and not torch.compiler.is_compiling():
             synchronized.agree_on(kept, group, x.device)
             self._agreed = True
-        y, joined = synchronized.train(
+        return synchronized.train(
             x,
             self.weight,
             self.bias,
@@ -233,11 +233,10 @@ class BatchLayerNorm(nn.Module):
             mix_eps=self.mix_eps,
             dim_scale=self.dim_scale,
             group=group,
-            dtype=self.population.batch_mean.dtype,
+            population=self.population,
+            momentum=self.momentum,
+            learning=not _recomputing(),
         )
-        if not _recomputing():
-            self.population.update(joined.statistics, joined.m, joined.entries, None, kept, self.momentum)
-        return y
 
     def reset_statistics(self) -> None:
         """Forget the population: mean 0, variance 1. Positions stay known."""

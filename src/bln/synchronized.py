@@ -1,13 +1,16 @@
 """Training on statistics over all ranks of a ``torch.distributed`` group: one collective forward, one backward.
 
 Forward, a rank sends for each position (pooled: once) the mean and the centred sum of squares of each feature, its
-entries, its samples ``m`` and the sum of its feature variances, which the population wants. Backward, it sends what
-its part of the loss says of the joined mean and variance. Both messages have the shape of the statistics, not
-that of the input: ranks may hold any number of samples, none included, and nobody waits for a count.
+entries, the sums of its feature means and variances, which the population wants, and pooled its samples ``m``, which
+else are its entries. Backward, it sends what its part of the loss says of the joined mean and variance. Both
+messages have the shape of the statistics, not that of the input: ranks may hold any number of samples, none included,
+and nobody waits for a count. Three ways send the same messages, so that each rank may go its own: plain operators,
+torch's own norms, and kernels.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +23,8 @@ from .formula import Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from .population import Population
 
 
 class Group:
@@ -61,7 +66,7 @@ class Group:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-class Joined(NamedTuple):
+class _Joined(NamedTuple):
     """What all ranks together say of a mini-batch, the same everywhere, for the population."""
 
     statistics: Statistics
@@ -71,7 +76,7 @@ class Joined(NamedTuple):
     entries: int | Tensor
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """All that normalizing takes but tensors."""
 
     channel_dim: int
@@ -82,6 +87,15 @@ class _Task(NamedTuple):
     dim_scale: bool
     group: ProcessGroup
     dtype: torch.dtype  # of messages
+
+    @property
+    def known(self) -> int:
+        """How many positions statistics are kept for."""
+        return math.prod(self.positions)
+
+    def size(self, d: int) -> int:
+        """Of a message forward."""
+        return self.known * (2 * d + (3 if self.per_position else 4))
 
 
 def train(
@@ -97,9 +111,11 @@ def train(
     mix_eps: float | None,
     dim_scale: bool,
     group: ProcessGroup,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Joined]:
-    """Algorithm 1 of the samples of all ranks.
+    population: Population,
+    momentum: float | None,
+    learning: bool,
+) -> Tensor:
+    """Algorithm 1 of the samples of all ranks: this rank's ``y``.
 
     Args:
         x: This rank's samples, checked; possibly none.
@@ -113,23 +129,30 @@ def train(
         mix_eps: The epsilon of the weights; ``None`` is ``eps``.
         dim_scale: Divide by the root of the number of features.
         group: The ranks.
-        dtype: Of the messages, the same on all ranks whatever they put in.
-
-    Returns:
-        This rank's ``y``, and what the population should learn.
+        population: Learns of the mini-batch; messages have its type on all ranks, whatever they put in.
+        momentum: Of the population.
+        learning: False where the mini-batch has been seen already.
     """
     mix_eps = eps if mix_eps is None else mix_eps
-    task = _Task(channel_dim, per_position, positions, eps, mix_eps, dim_scale, group, dtype)
+    dtype = population.batch_mean.dtype
+    task = Task(channel_dim, per_position, positions, eps, mix_eps, dim_scale, group, dtype)
+    # The others know no mask, refuse an empty input, and a compiler does better with plain operators.
+    plain = mask is not None or x.shape[0] == 0 or torch.compiler.is_compiling()
+    kernels = None if plain else functional.kernels_for(x, weight, bias, population.batch_mean)
+    y: Tensor
+    if kernels is not None:
+        y = kernels.synchronized.train(x, weight, bias, task, (population, momentum) if learning else None)
+        return y
     wide = torch.promote_types(x.dtype, dtype)
     gamma, beta = (None if p is None else p.to(wide) for p in (weight, bias))
-    # The native operators know no mask, refuse an empty input, and a compiler does better with the plain ones.
-    plain = mask is not None or x.shape[0] == 0 or torch.compiler.is_compiling()
     if plain:
         y, joined = _plain(x.to(wide), gamma, beta, mask, task)
     else:
         y, joined = _native(x.to(wide), gamma, beta, task)
+    if learning:
+        population.update(joined.statistics, joined.m, joined.entries, None, positions, momentum)
     y = y.to(x.dtype)
-    return y.contiguous() if x.is_contiguous() else y, joined
+    return y.contiguous() if x.is_contiguous() else y
 
 
 # ---- messages
@@ -138,7 +161,7 @@ def train(
 def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.device) -> None:
     """Refuse positions that are not those of all ranks, before the first message: messages would not fit together."""
     sizes = (*positions, *[0] * 8)[:8]
-    everyones = _gather(torch.tensor(sizes, device=device), group).tolist()
+    everyones = gather(torch.tensor(sizes, device=device), group).view(-1, len(sizes)).tolist()
     if any(other != everyones[0] for other in everyones):
         known = [tuple(size for size in sizes if size) for sizes in everyones]
         raise ValueError(
@@ -148,7 +171,7 @@ def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.devi
         )
 
 
-def _fit(value: Tensor, positions: tuple[int, ...]) -> Tensor:
+def fit(value: Tensor, positions: tuple[int, ...]) -> Tensor:
     """With zeros where a sequence has fewer positions than statistics are kept for."""
     if not positions or value.shape[0] == positions[0]:
         return value
@@ -160,17 +183,16 @@ def _here(value: Tensor, positions: tuple[int, ...], rows: Tensor) -> Tensor:
     return value[: rows.shape[1]] if positions and rows.shape[1] < positions[0] else value
 
 
-def _sums(feature_var: Tensor, entries: int | Tensor, m: int | Tensor, per_position: bool) -> list[Tensor]:
-    """What ranks only have to add, ``(*positions, 1)`` each: the sum of feature variances, entries and samples.
+def _sums(feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, m: int | Tensor, task: Task) -> Tensor:
+    """What ranks only have to add, ``(3, *positions)``: entries, the sums of feature means and variances.
 
-    For each position entries and samples are the same, and said once.
+    Pooled, samples stand behind; for each position they are the entries.
     """
-    shape = (*feature_var.shape, 1)
-    counts = (
-        c[..., None].to(feature_var.dtype) if isinstance(c, Tensor) else feature_var.new_full(shape, c)
-        for c in ((entries,) if per_position else (entries, m))
+    real, *samples = (
+        c.to(feature_var.dtype) if isinstance(c, Tensor) else feature_var.new_full(feature_var.shape, c)
+        for c in ((entries,) if task.per_position else (entries, m))
     )
-    return [feature_var[..., None], *counts]
+    return torch.stack([fit(value, task.positions) for value in (real, feature_mean, feature_var, *samples)])
 
 
 def _exchange(collective: Any, *tensors: Tensor, group: ProcessGroup) -> None:
@@ -188,21 +210,29 @@ def _exchange(collective: Any, *tensors: Tensor, group: ProcessGroup) -> None:
         ) from error
 
 
-def _gather(message: Tensor, group: ProcessGroup) -> Tensor:
-    """The messages of all ranks, ``(ranks, *message)``."""
-    gathered = message.new_empty(group.size() * message.shape[0], *message.shape[1:])
+def gather(message: Tensor, group: ProcessGroup) -> Tensor:
+    """The messages of all ranks, one behind the other."""
+    gathered = message.new_empty(group.size() * len(message))
     # torch renamed it in 2.13.
     collective = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     _exchange(collective, gathered, message, group=group)
-    return gathered.view(-1, *message.shape)
+    return gathered
 
 
-def _join(message: Tensor, d: int, task: _Task) -> tuple[Tensor, Tensor, Tensor]:
+def _join(mean: Tensor, squares: Tensor, sums: Tensor, task: Task) -> tuple[Tensor, Tensor, Tensor]:
     """Batch mean and variance over all ranks, and the ranks' sums: the collective of forward."""
-    parts = _gather(message.to(task.dtype), task.group).to(message.dtype)
-    means, squares, sums = parts.split_with_sizes([d, d, parts.shape[-1] - 2 * d], -1)
-    mean, var = formula.combine(sums[..., 1:2], means, squares)
-    return mean, var, sums.sum(0)
+    message = torch.cat([value.reshape(-1) for value in (mean, squares, sums)])
+    parts = gather(message.to(task.dtype), task.group).to(message.dtype).view(-1, len(message))
+    means, centred, totals = parts.split_with_sizes([mean.numel(), mean.numel(), sums.numel()], 1)
+    means, centred, totals = means.view(-1, *mean.shape), centred.view(-1, *mean.shape), totals.view(-1, *sums.shape)
+    return *formula.combine(totals[:, 0, ..., None], means, centred), totals.sum(0)
+
+
+def add_up(message: Tensor, task: Task) -> Tensor:
+    """Over ranks, what the loss says of mean and variance, ``(*positions, 2, d)``: the collective of backward."""
+    message = message.to(task.dtype)
+    _exchange(dist.all_reduce, message, group=task.group)
+    return message
 
 
 def _number(count: Tensor) -> int | None:
@@ -215,19 +245,19 @@ def _number(count: Tensor) -> int | None:
     return least if least == most else None
 
 
-def _joined(mean: Tensor, var: Tensor, sums: Tensor) -> Joined:
+def _joined(mean: Tensor, var: Tensor, sums: Tensor) -> _Joined:
     """For the population, from what ``_join`` gave."""
-    feature_var, entries, *samples = sums.unbind(-1)
+    entries, feature_mean, feature_var, *samples = sums.unbind()
     m = samples[0] if samples else entries
-    feature_mean = mean.mean(-1)  # averages over samples and over features may be taken in any order
     same = _number(m)
+    divisor: int | Tensor
     if same is None:
         counts: tuple[int | Tensor, int | Tensor] = m.long(), entries.long()
-        feature_var, inverse_m = feature_var / entries.clamp(min=1), 1 / m.clamp(min=1)
+        divisor, inverse_m = entries.clamp(min=1), 1 / m.clamp(min=1)
     else:
         counts = same, same if m.dim() else int(entries)
-        feature_var, inverse_m = feature_var / max(counts[1], 1), m.new_full(m.shape, 1 / max(same, 1))
-    return Joined(Statistics(mean, var, feature_mean, feature_var, inverse_m), *counts)
+        divisor, inverse_m = functional.at_least_one(counts[1]), m.new_full(m.shape, 1 / max(same, 1))
+    return _Joined(Statistics(mean, var, feature_mean / divisor, feature_var / divisor, inverse_m), *counts)
 
 
 # ---- by plain operators
@@ -237,10 +267,10 @@ class _Join(torch.autograd.Function):
     """``_join``, differentiable: Chan's formula moves with a rank's mean and squares as below."""
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, squares: Tensor, sums: Tensor, task: _Task) -> tuple[Tensor, Tensor, Tensor]:
-        joined_mean, joined_var, total = _join(torch.cat([mean, squares, sums], -1), mean.shape[-1], task)
+    def forward(ctx: Any, mean: Tensor, squares: Tensor, sums: Tensor, task: Task) -> tuple[Tensor, Tensor, Tensor]:
+        joined_mean, joined_var, total = _join(mean, squares, sums, task)
         ctx.task = task
-        ctx.save_for_backward(mean, sums[..., 1:2], joined_mean, total[..., 1:2])
+        ctx.save_for_backward(mean, sums[0, ..., None], joined_mean, total[0, ..., None])
         ctx.mark_non_differentiable(total)
         return joined_mean, joined_var, total
 
@@ -248,28 +278,27 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         mean, entries, joined_mean, total = ctx.saved_tensors
-        task: _Task = ctx.task
-        message = -torch.stack([d_mean, 2 * d_var], -2).to(task.dtype)  # as _Train's: ranks may take either way
-        _exchange(dist.all_reduce, message, group=task.group)
+        message = add_up(-torch.stack([d_mean, 2 * d_var], -2), ctx.task)
         offset, slope = (message.to(mean.dtype) / -total.clamp(min=1)[..., None]).unbind(-2)
         return entries * (offset + (mean - joined_mean) * slope), 0.5 * slope, None, None
 
 
 def _plain(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, task: _Task
-) -> tuple[Tensor, Joined]:
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, task: Task
+) -> tuple[Tensor, _Joined]:
     rows = native.moved(x, task.channel_dim, -1)
     if mask is not None:
         rows = torch.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
     own = functional.current(rows, mask, task.per_position)
     m, entries = functional.count(rows.shape[:-1], mask, task.per_position)
-    feature_var = own.feature_var.detach() if mask is None else torch.where(mask, own.feature_var.detach(), 0)
     over = 0 if task.per_position else tuple(range(rows.dim() - 1))
-    sums = torch.cat(_sums(feature_var.sum(over), entries, m, task.per_position), -1)
-    squares = own.batch_var * sums[..., 1:2]
-    mean, var, total = _Join.apply(  # type: ignore[no-untyped-call]
-        *(_fit(value, task.positions) for value in (own.batch_mean, squares, sums)), task
+    feature_mean, feature_var = (
+        (value if mask is None else torch.where(mask, value, 0)).sum(over)
+        for value in (own.feature_mean.detach(), own.feature_var.detach())
     )
+    sums = _sums(feature_mean, feature_var, entries, m, task)
+    mean, var = (fit(value, task.positions) for value in (own.batch_mean, own.batch_var))
+    mean, var, total = _Join.apply(mean, var * sums[0, ..., None], sums, task)  # type: ignore[no-untyped-call]
     joined = _joined(mean.detach(), var.detach(), total)
 
     mean, var, inverse_m = (_here(value, task.positions, rows) for value in (mean, var, joined.statistics.inverse_m))
@@ -285,7 +314,7 @@ def _plain(
 # ---- by torch's own norms, as in native.py
 
 
-def _native(x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: _Task) -> tuple[Tensor, Joined]:
+def _native(x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: Task) -> tuple[Tensor, _Joined]:
     d = x.shape[task.channel_dim]
     gamma = x.new_ones(d) if gamma is None else gamma
     beta = x.new_zeros(d) if beta is None else beta
@@ -297,7 +326,7 @@ class _Train(torch.autograd.Function):
     """Batch norm with statistics from outside, plus layer norm; keeps the input and the statistics for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, task: _Task) -> tuple[Tensor, Joined]:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, task: Task) -> tuple[Tensor, _Joined]:
         rows = native.moved(x, task.channel_dim, -1)
         n, d = rows.shape[0], rows.shape[-1]
         columns = native.Columns(x, task.channel_dim, task.per_position)
@@ -309,9 +338,9 @@ class _Train(torch.autograd.Function):
         entries = n if task.per_position else rows.numel() // d
         over = 0 if task.per_position else tuple(range(rows.dim() - 1))
         feature_var = native.variance(feature_rstd, task.eps).squeeze(-1).sum(over)
-        sums = _sums(feature_var, entries, n, task.per_position)
-        message = _fit(torch.cat([own_mean, own_var * entries, *sums], -1), task.positions)
-        joined_mean, joined_var, total = _join(message, d, task)
+        sums = _sums(feature_mean.squeeze(-1).sum(over), feature_var, entries, n, task)
+        own_mean, squares = (fit(value, task.positions) for value in (own_mean, own_var * entries))
+        joined_mean, joined_var, total = _join(own_mean, squares, sums, task)
 
         joined = _joined(joined_mean, joined_var, total)
         mean, var = (_here(value, task.positions, rows) for value in (joined_mean, joined_var))
@@ -319,7 +348,7 @@ class _Train(torch.autograd.Function):
         count: Any
         if isinstance(joined.m, Tensor):
             inverse_m = _here(joined.statistics.inverse_m, task.positions, rows)[..., None]
-            count = _here(total, task.positions, rows)[..., 1:2].clamp(min=1)
+            count = _here(total[0], task.positions, rows)[..., None].clamp(min=1)
         else:
             inverse_m, count = 1 / joined.m, joined.entries
         w_B, w_F = formula.weights(inverse_m, task.mix_eps, d, task.dim_scale)
@@ -339,7 +368,7 @@ class _Train(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, gamma, gamma_B, mean, var, feature_mean, feature_rstd = ctx.saved_tensors
-        task: _Task = ctx.task
+        task: Task = ctx.task
         columns: native.Columns = ctx.columns
         w_B, w_F, count = ctx.numbers
         d = len(gamma)
@@ -355,8 +384,7 @@ class _Train(torch.autograd.Function):
 
         if ctx.needs_input_grad[0]:
             message = torch.stack([total, r * dot], -2) * scale.unsqueeze(-2)  # as _Join's
-            message = _fit(message, task.positions).to(task.dtype)
-            _exchange(dist.all_reduce, message, group=task.group)
+            message = add_up(fit(message, task.positions), task)
         rows, dy_rows = (native.moved(value, task.channel_dim, -1) for value in (x, dy))
         if isinstance(w_F, Tensor) and w_F.numel() > 1:  # one for each position: layer norm's scale has none
             dy_rows, w_F = dy_rows * w_F, 1

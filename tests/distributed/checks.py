@@ -56,11 +56,21 @@ def against_the_oracle(
     affine: bool = True,
     looking: bool = True,
     only: int | None = None,
+    processors: int | None = None,
 ) -> None:
     """Mini-batches of unequal parts: outputs, gradients and population are those of one process with all samples.
 
-    With ``only`` that rank alone is masked.
+    With ``only`` that rank alone is masked; with ``processors``, so many, programs of a kernel share its work.
     """
+    if processors:
+        from bln.kernels import slabs
+
+        with mock.patch.object(slabs, "processors", return_value=processors):
+            against_the_oracle(
+                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, looking,
+                only,
+            )  # fmt: skip
+        return
     if not looking:  # as on a GPU, where looking at a count would wait for it
         with (
             mock.patch("bln.functional.can_look", return_value=False),
@@ -167,14 +177,16 @@ def not_finite_on_one_rank(value: float) -> None:
     assert layer.population.updates.unique().tolist() == [2]
 
 
-def sequences_of_different_lengths(seed: int) -> None:
+def sequences_of_different_lengths(seed: int, dtype: str) -> None:
     """Each rank pads to its own longest: the joined mini-batch is one padded to the longest of all, masked."""
     torch.manual_seed(seed)
+    kind = getattr(torch, dtype)
+    bound = {"rtol": 1e-9, "atol": 1e-9} if kind == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     longest, lengths = 7, [7, 4, 2][: dist.get_world_size()]
     layer = bln.BatchLayerNorm(
-        5, channel_dim=-1, position_shape=longest, process_group="world", dtype=torch.float64, device=DEVICE
+        5, channel_dim=-1, position_shape=longest, process_group="world", dtype=kind, device=DEVICE
     )
-    x, dy = torch.randn(2, 3 * len(lengths), longest, 5, dtype=torch.float64).unbind()
+    x, dy = torch.randn(2, 3 * len(lengths), longest, 5, dtype=kind).unbind()
     mask = torch.zeros(len(x), longest, dtype=torch.bool)
     for rank, length in enumerate(lengths):
         mask[3 * rank : 3 * rank + 3, :length] = True
@@ -182,11 +194,12 @@ def sequences_of_different_lengths(seed: int) -> None:
     own = x[mine].clone().to(DEVICE).requires_grad_()
     y = layer(own)
     y.backward(dy[mine].to(DEVICE))
+    x, dy = x.double(), dy.double()
     wanted = oracle.train(x.numpy(), mask=mask.numpy())
     dx, dgamma, _ = oracle.train_backward(x.numpy(), dy.numpy(), mask=mask.numpy())
-    torch.testing.assert_close(y.cpu(), torch.tensor(wanted)[mine], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(own.grad.cpu(), torch.tensor(dx)[mine], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(total(layer.weight.grad).cpu(), torch.tensor(dgamma), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(y.cpu().double(), torch.tensor(wanted)[mine], **bound)
+    torch.testing.assert_close(own.grad.cpu().double(), torch.tensor(dx)[mine], **bound)
+    torch.testing.assert_close(total(layer.weight.grad).cpu().double(), torch.tensor(dgamma), **bound)
     expected = oracle.Population((longest,), 5)
     expected.update(np.where(mask[..., None], x, 0.0), 0.1, mask.numpy())
     assert_population(layer, expected, 4.0, 64)
@@ -279,7 +292,7 @@ def collectives_are_one_each_way(masked: bool, per_position: bool) -> None:
         for name in kept:
             setattr(dist, name, counted(name))
         y = layer(torch.randn(4, c, p, requires_grad=True, device=DEVICE), mask)
-        sent = [(gather, p * (2 * c + 2) if per_position else 2 * c + 3)]
+        sent = [(gather, p * (2 * c + 3) if per_position else 2 * c + 4)]
         assert calls == sent, calls
         y.sum().backward()
         assert calls == [*sent, ("all_reduce", 2 * c * (p if per_position else 1))], calls
@@ -365,6 +378,20 @@ def through_nccl(dtype: str, per_position: bool, masked: bool) -> None:
         torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def without_gradient_of_the_input() -> None:
+    """A first layer: parameters still learn, and nothing has to be sent for it."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 5, 3, 2, device=DEVICE).unbind()
+    for per_position in (True, False):
+        alone = bln.BatchLayerNorm(3, per_position=per_position, device=DEVICE)
+        layer = copy.deepcopy(alone)
+        layer.process_group = "world"
+        alone(x).backward(dy)
+        layer(split(x)).backward(split(dy))
+        for ours, theirs in zip(layer.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(total(ours.grad), theirs.grad)
+
+
 def captured_with_nccl() -> None:
     layer = bln.BatchLayerNorm(5, position_shape=4, device=DEVICE)
     alone = copy.deepcopy(layer)
@@ -388,8 +415,9 @@ def captured_with_nccl() -> None:
         with torch.no_grad():
             x.copy_(torch.randn_like(x))
         graph.replay()
-        y = alone(x)
-        expected = [y, *torch.autograd.grad(y.square().sum(), [x, *alone.parameters()])]
+        own = x.detach().requires_grad_()  # x belongs to the stream it was first used on
+        y = alone(own)
+        expected = [y, *torch.autograd.grad(y.square().sum(), [own, *alone.parameters()])]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(layer.buffers(), alone.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -426,11 +454,12 @@ def split(x: torch.Tensor, empty: bool = False) -> torch.Tensor:
     return x[ends[rank] : ends[rank + 1]]
 
 
-def net_against_one_process(seed: int, how: str, empty: bool = False) -> None:
+def net_against_one_process(seed: int, how: str, empty: bool = False, dtype: str = "float64") -> None:
     """A net trained a few steps by all ranks has the weights and statistics of one process with all samples."""
     torch.manual_seed(seed)
-    bound = {"rtol": 1e-7, "atol": 1e-9}
-    single = net().double().to(DEVICE)
+    kind = getattr(torch, dtype)
+    bound = {"rtol": 1e-7, "atol": 1e-9} if kind == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
+    single = net().to(DEVICE, kind)
     several = copy.deepcopy(single)
     bln.convert(several, process_group="world")
     assert all(layer.process_group == "world" for layer in bln.layers(several).values())
@@ -458,7 +487,7 @@ def net_against_one_process(seed: int, how: str, empty: bool = False) -> None:
 
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (single, several)]
     for _ in range(3):
-        pieces = torch.randn(2, 7, 3, 8, dtype=torch.float64, device=DEVICE).unbind()
+        pieces = torch.randn(2, 7, 3, 8, dtype=kind, device=DEVICE).unbind()
         for optimizer in optimizers:
             optimizer.zero_grad()
         if how == "no_sync":  # two mini-batches, one exchange of gradients

@@ -36,3 +36,6 @@ two_or_three = fixture(
 two_on_cpu = fixture(["cpu"], 2)
 three_on_cpu = fixture(["cpu"], 3)
 one_on_gpu = fixture(["cuda"], 1)
+KERNELS = ["cuda"] if torch.cuda.is_available() else ["interpreter"]
+two_by_kernels = fixture(KERNELS, 2)
+three_by_kernels = fixture(KERNELS, 3)

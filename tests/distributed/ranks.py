@@ -19,7 +19,7 @@ TIMEOUT = 60.0
 """Seconds after which a collective gives up; a test waits longer, so that the error is what it sees."""
 
 
-def start(arguments: list[str], world: int, folder: str) -> list[subprocess.Popen]:
+def start(arguments: list[str], world: int, folder: str, interpreted: bool = False) -> list[subprocess.Popen]:
     """One process for each rank; arguments are followed by rank, world and a file to meet at."""
     source = HERE.parents[1] / "src"
     environment = {
@@ -29,6 +29,8 @@ def start(arguments: list[str], world: int, folder: str) -> list[subprocess.Pope
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("TRITON_INTERPRET", None)  # ranks on a GPU run the kernels themselves
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
     return [
         subprocess.Popen(
             [sys.executable, *arguments, str(rank), str(world), str(Path(folder) / "meet")], env=environment,
@@ -39,7 +41,10 @@ def start(arguments: list[str], world: int, folder: str) -> list[subprocess.Pope
 
 
 class Ranks:
-    """``world`` processes that wait for checks, functions of ``checks.py``, by name; on a GPU they share it."""
+    """``world`` processes that wait for checks, functions of ``checks.py``, by name.
+
+    The device is a CPU, a GPU that they share, or ``interpreter``: a CPU that runs the kernels of a GPU.
+    """
 
     def __init__(self, world: int, device: str) -> None:
         self.world, self.device = world, device
@@ -78,7 +83,8 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._processes = start([str(HERE / "ranks.py"), self.device], self.world, self._folder.name)
+        interpreted = self.device == "interpreter"
+        self._processes = start([str(HERE / "ranks.py"), self.device], self.world, self._folder.name, interpreted)
         self._lines = [queue.Queue() for _ in range(self.world)]
         for process, lines in zip(self._processes, self._lines, strict=True):
             threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
@@ -122,6 +128,10 @@ def join(rank: int, world: int, meet: str, backend: str = "gloo") -> None:
 def main(device: str, rank: str, world: str, meet: str) -> None:
     import checks
 
+    if device == "interpreter":
+        from bln import functional
+
+        device, functional._on_gpu = "cpu", lambda x: True
     checks.DEVICE = device
     # NCCL refuses ranks that share a GPU, so it is tried by one alone.
     join(int(rank), int(world), meet, "nccl" if device == "cuda" and world == "1" else "gloo")

@@ -67,7 +67,8 @@ def test_not_finite_on_one_rank_enters_nowhere(two, value):
 
 
 def test_ranks_may_pad_sequences_to_different_lengths(two_or_three):
-    two_or_three.check("sequences_of_different_lengths", seed=random.randrange(2**31))
+    for dtype in ("float64", "float32"):
+        two_or_three.check("sequences_of_different_lengths", seed=random.randrange(2**31), dtype=dtype)
 
 
 def test_different_positions_are_refused_on_all_ranks_before_they_are_learned(two):
@@ -99,6 +100,10 @@ def test_eval_does_not_communicate(two, config):
 @pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
 def test_forward_and_backward_use_one_collective_each(two, per_position, masked):
     two.check("collectives_are_one_each_way", masked=masked, per_position=per_position)
+
+
+def test_an_input_may_want_no_gradient(two):
+    two.check("without_gradient_of_the_input")
 
 
 def test_channels_last_stay_last(two):
@@ -172,3 +177,44 @@ if torch.cuda.is_available():
 
 def test_the_output_may_be_changed_in_place(two):
     two.check("changed_in_place")
+
+
+# ---- by kernels: where there is no GPU, through Triton's interpreter
+
+
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+@pytest.mark.parametrize(
+    ("positions", "channel_dim", "dtype", "momentum"),
+    [([3, 2], 1, "float32", 0.3), ([3], -1, "bfloat16", None), ([], 1, "float16", 0.1)],
+)
+def test_kernels_do_what_one_process_does(two_by_kernels, positions, channel_dim, dtype, momentum, per_position):
+    against_the_oracle(
+        two_by_kernels, positions=positions, channel_dim=channel_dim, per_position=per_position, dtype=dtype,
+        momentum=momentum, affine=momentum is not None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+@pytest.mark.parametrize("channel_dim", [1, -1])
+def test_kernels_share_the_work_of_a_rank(three_by_kernels, channel_dim, per_position):
+    against_the_oracle(
+        three_by_kernels, shares=[[9, 40, 0]], positions=[2], channel_dim=channel_dim, per_position=per_position,
+        processors=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+def test_kernels_meet_ranks_that_go_other_ways(three_by_kernels, per_position):
+    """A rank without samples, one with a mask, one of another type."""
+    against_the_oracle(three_by_kernels, per_position=per_position, masked=True, only=1, shares=[[2, 3, 4], [0, 2, 3]])
+    three_by_kernels.check("ranks_of_different_types", masked=False)
+
+
+def test_kernels_in_all_else(two_by_kernels):
+    two_by_kernels.check("sequences_of_different_lengths", seed=random.randrange(2**31), dtype="float32")
+    two_by_kernels.check("not_finite_on_one_rank", value=float("nan"))
+    two_by_kernels.check("changed_in_place")
+    two_by_kernels.check("without_gradient_of_the_input")
+    two_by_kernels.check("net_against_one_process", seed=random.randrange(2**31), how="checkpoint", dtype="float32")
+    for per_position in (True, False):
+        two_by_kernels.check("collectives_are_one_each_way", masked=False, per_position=per_position)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from . import synchronized
 from .inference import infer
 from .training import train
 
-__all__ = ["infer", "train", "usable"]
+__all__ = ["infer", "synchronized", "train", "usable"]
 
 _FEATURES = 2**15  # all of them are in a tile
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -39,15 +39,15 @@ def _row_sums(d, v, mean_F, r_F, gamma, C, KIND: tl.constexpr, SHORT: tl.constex
 
 @triton.jit
 def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT: tl.constexpr):
-    """dx as two multiplications and additions for each value; ``s`` are w / sigma."""
+    """dx as two multiplications and additions for each value; ``s`` are w / sigma, and in the batch's averages."""
     slope = gamma * s_F + gamma * s_B
-    down_B, down_F = s_B * along_B, s_F * along_F
+    down_F = s_F * along_F
     if SHORT:
-        rest = (down_B * mean_B - s_B * flat_B) + (down_F * mean_F - s_F * flat_F)
-        dx = d * slope + (rest - v * (down_B + down_F))
+        rest = (along_B * mean_B - flat_B) + (down_F * mean_F - s_F * flat_F)
+        dx = d * slope + (rest - v * (along_B + down_F))
     else:
-        rest = down_F * (mean_F - mean_B) - (s_B * flat_B + s_F * flat_F)
-        dx = d * slope + (rest - (v - mean_B) * (down_B + down_F))
+        rest = down_F * (mean_F - mean_B) - (flat_B + s_F * flat_F)
+        dx = d * slope + (rest - (v - mean_B) * (along_B + down_F))
     return dx
 
 
@@ -83,10 +83,9 @@ def resident(
         dot_F = tiles.over_samples(tiles.fold(d * (v * r_F - mean_F * r_F), KIND), KIND, False)
         dbeta += total
         dgamma += (w_B * r_B) * dot_B + w_F * dot_F
-        flat_B, along_B = g * total * (1.0 / N), g * dot_B * (r_B * r_B * (1.0 / N))
-        out = _derivative(
-            d, v, mean_B, w_B * r_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT
-        )  # fmt: skip
+        s_B = w_B * r_B
+        flat_B, along_B = s_B * (g * total * (1.0 / N)), s_B * (g * dot_B * (r_B * r_B * (1.0 / N)))
+        out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT)
         tiles.put(dx + at, out, real, EVEN)
     _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, folded, C, KIND)
 
@@ -197,19 +196,32 @@ def _store_parameters(at, dgamma, dbeta, c, folded, C, KIND: tl.constexpr):
     tl.store(at + C + c, dbeta, mask=c < C)
 
 
+@triton.jit
+def _shared_offset(p, c, C, KIND: tl.constexpr):
+    """In ``[P, 2, C]``, features last in any arrangement, so that all ranks send the same."""
+    if KIND == tiles.ACROSS:
+        at = p * (2 * C) + c
+    else:
+        at = p.to(tl.int64) * (2 * C) + c
+    return at
+
+
 @triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
 def sweep(
     x, dy, dx, hidden, gamma, statistics, partials, sums, rows, inverse_m, counts, N, P, C, run, splits, parts,
     mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
     SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
-    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr,
+    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
     ``partials`` are column sums ``[3, splits, P, C]``, of which the second sweep alone reads ``parts``; ``sums`` is
     what the second sweep needs of each row; ``rows`` is what each block of positions gives to the gradients of gamma
     and beta, ``[blocks, 2, C]``.
+
+    ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
+    ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
     """
     tiles.begin_next(CHAINED)
     if not SUM:
@@ -225,22 +237,41 @@ def sweep(
     columns = Q.to(tl.int64) * C
     mean_B, r_B = _columns(statistics, q, folded, P, Q, C, eps, KIND)
     g = tiles.parameter(gamma, folded, C, 1.0)
+    count = N.to(tl.float32) * (P // Q)
+    if counts is not None:  # they, and 1/m, are known for each position
+        count = tl.maximum(tl.load(counts + q, mask=q < Q, other=1.0), 1.0)
+        inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
+    w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
+    s_B = w_B * r_B
     if SUM:
         total, dot_B, dot_F = _sums(
             x, dy, hidden, statistics, sums, mean_B, g, p, first, last, N, P, C, eps,
             A, B, L, BN, KIND, SIDE, EVEN, MASKED, POOLED,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
+        blocks = tl.num_programs(0) // splits
         if POOLED:
-            split, splits = tl.program_id(0), tl.num_programs(0)
-        column, in_column = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
-        to = partials + split * columns + column
-        tl.store(to, total, mask=in_column)
-        tl.store(to + splits * columns, dot_B, mask=in_column)
-        tl.store(to + 2 * splits * columns, dot_F, mask=in_column)
+            split, splits, block, blocks = tl.program_id(0), tl.num_programs(0), 0, 1
+        if SHARED:
+            partials += split * 2 * (columns + blocks * C)
+            to, in_column = partials + _shared_offset(q, folded, C, KIND), (q < Q) & (folded < C)
+            tl.store(to, s_B * (g * total), mask=in_column)
+            tl.store(to + C, s_B * (g * dot_B * (r_B * r_B)), mask=in_column)
+            dgamma = tl.where(q < Q, s_B * dot_B + w_F * dot_F, 0.0)
+            _store_parameters(partials + 2 * (columns + block * C), dgamma, total, c, folded, C, KIND)
+        else:
+            column, in_column = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
+            to = partials + split * columns + column
+            tl.store(to, total, mask=in_column)
+            tl.store(to + splits * columns, dot_B, mask=in_column)
+            tl.store(to + 2 * splits * columns, dot_F, mask=in_column)
     if DIFFERENTIATE:
         if SUM:
             tl.debug_barrier()  # what rows need was stored by other threads
+        elif SHARED:
+            of, in_column = partials + _shared_offset(q, folded, C, KIND), (q < Q) & (folded < C)
+            flat_B = tl.load(of, mask=in_column, other=0.0) / count
+            along_B = tl.load(of + C, mask=in_column, other=0.0) / count
         else:
             column, in_column = tiles.column_offset(q, folded, Q, C, KIND), (q < Q) & (folded < C)
             total = tl.zeros(column.shape, tl.float32)
@@ -251,23 +282,19 @@ def sweep(
                 total += tl.load(of, mask=in_column, other=0.0)
                 dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
                 dot_F += tl.load(of + 2 * parts * columns, mask=in_column, other=0.0)
-        count = N.to(tl.float32) * (P // Q)
-        if MASKED:
-            count = tl.maximum(tl.load(counts + q, mask=q < Q, other=1.0), 1.0)
-            inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
-        w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-        if split == 0:
-            dgamma = tl.where(q < Q, (w_B * r_B) * dot_B + w_F * dot_F, 0.0)
-            if POOLED:  # each block has the sums of all: they count once
-                dgamma, once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
-                _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, once, folded, folded, C, tiles.NARROW)
-            else:
-                _store_parameters(
-                    rows + 2 * block.to(tl.int64) * C, dgamma, total, c if SUM else folded, folded, C, KIND
-                )
-        flat_B, along_B = g * total / count, g * dot_B * (r_B * r_B / count)
+        if not SHARED:
+            if split == 0:
+                dgamma = tl.where(q < Q, s_B * dot_B + w_F * dot_F, 0.0)
+                if POOLED:  # each block has the sums of all: they count once
+                    dgamma, once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
+                    _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, once, folded, folded, C, tiles.NARROW)
+                else:
+                    _store_parameters(
+                        rows + 2 * block.to(tl.int64) * C, dgamma, total, c if SUM else folded, folded, C, KIND
+                    )
+            flat_B, along_B = s_B * (g * total / count), s_B * (g * dot_B * (r_B * r_B / count))
         _differentiate(
-            x, dy, dx, hidden, g, statistics, sums, mean_B, w_B * r_B, flat_B, along_B, w_F, p, first, last,
+            x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last,
             N, P, C, eps, A, B, L, BN, KIND, SIDE, EVEN, MASKED,
         )  # fmt: skip
 

@@ -179,12 +179,13 @@ def sweep(
     x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
     A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
     SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
-    MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr,
+    MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
     Of the first alone, ``splits`` programs for each block of positions leave partial results; the second alone reads
-    ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read.
+    ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
+    second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
     """
     tiles.begin_next(CHAINED)
     if not MEASURE:
@@ -217,7 +218,7 @@ def sweep(
             _store_columns(statistics, q, c if MEASURE else folded, mean_B, var_B, P, Q, C, KIND)
             _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
             _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
-        if MASKED:
+        if MASKED or SHARED:  # there is one for each position
             inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
         g = tiles.parameter(gamma, folded, C, 1.0)

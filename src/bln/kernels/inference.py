@@ -22,9 +22,9 @@ from .slabs import (
     Entries,
     Options,
     Slabs,
+    as_it_came,
     choose,
     features_last,
-    features_second,
     gradients,
     on_its_device,
     options,
@@ -59,8 +59,7 @@ def infer(
             features_last(x, channel_dim), gamma, beta, mask, channel_dim=x.dim() - 1, per_position=per_position,
             eps=eps, mix_eps=mix_eps, dim_scale=dim_scale, kept=kept, config=config,
         )  # fmt: skip
-        came_second = channel_dim == 1 and x.is_contiguous()
-        return features_second(y, x) if came_second else y.movedim(-1, channel_dim)
+        return as_it_came(y, x, channel_dim)
     left = slabs.entries(mask, per_position)
     numbers = options(slabs.c, eps, mix_eps, dim_scale, x.shape[0])
     normalized: Tensor = _Infer.apply(  # type: ignore[no-untyped-call]

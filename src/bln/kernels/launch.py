@@ -137,6 +137,7 @@ def training(
     pooled: bool,
     processors: int,
     shared: int,
+    alone: bool = True,
 ) -> Launch:
     """The heuristic for training.
 
@@ -151,10 +152,12 @@ def training(
         pooled: Statistics are those of all positions together.
         processors: Multiprocessors of the device.
         shared: Bytes of shared memory a program may have.
+        alone: Statistics are those of this process alone; else other ranks have to be asked between two sweeps.
     """
     features, samples = power_of_two(c), power_of_two(n)
     slab = features * samples
-    if not (masked or pooled or across) and features <= 128 and slab <= (_RESIDENT // 2 if backward else _RESIDENT):
+    held = alone and not (masked or pooled or across) and features <= 128
+    if held and slab <= (_RESIDENT // 2 if backward else _RESIDENT):
         # Few warps that each do much: warps of a program wait for each other. 64 values for each thread, in backward
         # 32, are as many as registers hold. (128, 3136, 64) in float32 takes 1.31 times a copy so, 1.54 with half as
         # many values; in bfloat16 1.66 with the next blocks loaded meanwhile, 2.2 without.

@@ -9,14 +9,14 @@ from . import tiles
 
 
 @triton.jit
-def _mix(old, new, weight):
+def mix(old, new, weight):
     """``torch.lerp``; exactly the new value at weight 1."""
     moved = new - old
     return tl.where(weight < 0.5, old + weight * moved, new - moved * (1 - weight))
 
 
 @triton.jit
-def _weight(count, total, m, momentum, AVERAGE: tl.constexpr):
+def weight_of(count, total, m, momentum, AVERAGE: tl.constexpr):
     """Of the new value of a statistic that now stands for so many mini-batches and samples."""
     if AVERAGE:
         weight = m / total.to(tl.float32)
@@ -78,24 +78,24 @@ def enter(
 
     entering = p < tl.where(bad == 0, positions, 0)
     in_column = entering & (c < C)
-    weight = _weight(count_mean, total_mean, m, momentum, AVERAGE)
-    tl.store(batch_mean + at, _mix(old_mean, mean, weight), mask=in_column)
+    weight = weight_of(count_mean, total_mean, m, momentum, AVERAGE)
+    tl.store(batch_mean + at, mix(old_mean, mean, weight), mask=in_column)
     tl.store(updates + p, count_mean, mask=entering)
     tl.store(samples + p, total_mean, mask=entering)
     if SPREAD:
-        weight = _weight(count_var, total_var, m, momentum, AVERAGE)
-        tl.store(batch_var + at, _mix(old_var, var * entries_factor, weight), mask=in_column)
+        weight = weight_of(count_var, total_var, m, momentum, AVERAGE)
+        tl.store(batch_var + at, mix(old_var, var * entries_factor, weight), mask=in_column)
         tl.store(updates + known + p, count_var, mask=entering)
         tl.store(samples + known + p, total_var, mask=entering)
-    weight = _weight(count_mean_F, total_mean_F, m, momentum, AVERAGE)
-    tl.store(feature_mean + p, _mix(old_mean_F, mean_F, weight), mask=entering)
+    weight = weight_of(count_mean_F, total_mean_F, m, momentum, AVERAGE)
+    tl.store(feature_mean + p, mix(old_mean_F, mean_F, weight), mask=entering)
     tl.store(updates + 2 * known + p, count_mean_F, mask=entering)
     tl.store(samples + 2 * known + p, total_mean_F, mask=entering)
-    weight = _weight(count_var_F, total_var_F, m, momentum, AVERAGE)
-    tl.store(feature_var + p, _mix(old_var_F, var_F * m_factor, weight), mask=entering)
+    weight = weight_of(count_var_F, total_var_F, m, momentum, AVERAGE)
+    tl.store(feature_var + p, mix(old_var_F, var_F * m_factor, weight), mask=entering)
     tl.store(updates + 3 * known + p, count_var_F, mask=entering)
     tl.store(samples + 3 * known + p, total_var_F, mask=entering)
-    weight = _weight(count_m, total_m, m, momentum, AVERAGE)
-    tl.store(inverse_m + p, _mix(old_m, 1.0 / m, weight), mask=entering)
+    weight = weight_of(count_m, total_m, m, momentum, AVERAGE)
+    tl.store(inverse_m + p, mix(old_m, 1.0 / m, weight), mask=entering)
     tl.store(updates + 4 * known + p, count_m, mask=entering)
     tl.store(samples + 4 * known + p, total_m, mask=entering)

@@ -93,12 +93,24 @@ def features_last(x: Tensor, channel_dim: int) -> Tensor:
     return copied.view(rows.shape)
 
 
-def features_second(y: Tensor, like: Tensor) -> Tensor:
-    """The way back of ``features_last``: contiguous where ``like``, which had them there, was."""
-    if torch.compiler.is_compiling():
-        return y.movedim(-1, 1).contiguous()
+def as_it_came(y: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """The way back of ``features_last``: contiguous where ``x`` was, differentiable."""
+    if not x.is_contiguous():
+        return y.movedim(-1, channel_dim)
+    if channel_dim != 1 or torch.compiler.is_compiling():
+        return y.movedim(-1, channel_dim).contiguous()
     copied: Tensor = _Turned.apply(y.flatten(1, -2))  # type: ignore[no-untyped-call]
-    return copied.view(like.shape)
+    return copied.view(x.shape)
+
+
+def beside(dy: Tensor, x: Tensor, slabs: Slabs, channel_dim: int) -> Tensor:
+    """Gradients, lying as the input does."""
+    if dy.stride() == x.stride():
+        return dy
+    second = dy.movedim(channel_dim, 1)
+    if second.is_contiguous() and not slabs.across:
+        return turned(second.flatten(2))
+    return torch.empty_like(x).copy_(dy)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -165,12 +177,14 @@ def on_its_device(function: Callable[..., T]) -> Callable[..., T]:
 
 
 @lru_cache(maxsize=4096)
-def choose(slabs: Slabs, itemsize: int, device: torch.device, masked: bool, backward: bool) -> launch.Launch:
+def choose(
+    slabs: Slabs, itemsize: int, device: torch.device, masked: bool, backward: bool, alone: bool = True
+) -> launch.Launch:
     """How to launch a training kernel."""
     n, p, c, across, pooled = slabs
     return launch.training(
         n, p, c, backward=backward, itemsize=itemsize, across=across, masked=masked, pooled=pooled,
-        processors=processors(device), shared=shared_memory(device),
+        processors=processors(device), shared=shared_memory(device), alone=alone,
     )  # fmt: skip
 
 

@@ -15,15 +15,15 @@ from .slabs import (
     Entries,
     Options,
     Slabs,
+    as_it_came,
+    beside,
     chain,
     choose,
     features_last,
-    features_second,
     gradients,
     on_its_device,
     options,
     transform,
-    turned,
 )
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def train(
             features_last(x, channel_dim), gamma, beta, mask, channel_dim=x.dim() - 1, per_position=per_position,
             eps=eps, mix_eps=mix_eps, dim_scale=dim_scale, remember=remember,
         )  # fmt: skip
-        came_second = channel_dim == 1 and x.is_contiguous()
-        return features_second(y, x) if came_second else y.movedim(-1, channel_dim), found
+        return as_it_came(y, x, channel_dim), found
 
     left = slabs.entries(mask, per_position)
     numbers = options(slabs.c, eps, mix_eps, dim_scale, x.shape[0])
@@ -204,7 +203,7 @@ def _backward(
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
             STAGES=chosen.stages, **begin, **chosen.constants,
         )  # fmt: skip
-        return dx, _total(rows.view(1, -1, 2 * c)).view(2, c)
+        return dx, summed(rows.view(1, -1, 2 * c)).view(2, c)
 
     hidden, counts, weight = left or (None, None, inverse_m)
     programs = chosen.blocks * chosen.splits
@@ -219,17 +218,17 @@ def _backward(
 
     if chosen.splits == 1 and not pooled:
         sweep(None, 1, True, True)
-        return dx, _total(rows.view(1, -1, 2 * c)).view(2, c)
+        return dx, summed(rows.view(1, -1, 2 * c)).view(2, c)
     q, parts = (1, programs) if pooled else (p, chosen.splits)
     partials = torch.empty(3, parts, q, c, dtype=torch.float32, device=x.device)
     sweep(partials, 1, True, False)
     if parts > _PARTS:
-        partials, parts = _total(partials.view(3, parts, -1)), 1
+        partials, parts = summed(partials.view(3, parts, -1)), 1
     sweep(partials, parts, False, True)
-    return dx, _total(rows.view(1, -1, 2 * c)).view(2, c)
+    return dx, summed(rows.view(1, -1, 2 * c)).view(2, c)
 
 
-def _total(parts: Tensor) -> Tensor:
+def summed(parts: Tensor) -> Tensor:
     """``[outer, number, width]`` summed over the number, always in the same order."""
     outer, number, width = parts.shape
     if number == 1:
@@ -239,16 +238,6 @@ def _total(parts: Tensor) -> Tensor:
     _, after = chain(parts.device)
     backward.add[(launch.cdiv(width, tile["BLOCK"]), outer)](parts, total, number, width, **tile, **after)
     return total
-
-
-def _beside(dy: Tensor, x: Tensor, slabs: Slabs, seen: tuple[int, bool]) -> Tensor:
-    """Gradients, lying as the input does."""
-    if dy.stride() == x.stride() or Slabs.of(dy, *seen) == slabs:
-        return dy
-    second = dy.movedim(seen[0], 1)
-    if second.is_contiguous() and not slabs.across:
-        return turned(second.flatten(2))
-    return torch.empty_like(x).copy_(dy)
 
 
 class _Train(torch.autograd.Function):
@@ -283,8 +272,8 @@ class _Train(torch.autograd.Function):
         if torch.is_grad_enabled():  # second derivatives: through the plain formula
             return *gradients(_plain, (x, gamma, beta), ctx, dy), None, None, None, None
         left, slabs, seen, numbers = ctx.rest
-        dx, rows = _backward(x, _beside(dy, x, slabs, seen), gamma, statistics, left, slabs, numbers)
-        return dx, _as(rows[0], gamma), _as(rows[1], beta), None, None, None, None
+        dx, rows = _backward(x, beside(dy, x, slabs, seen[0]), gamma, statistics, left, slabs, numbers)
+        return dx, in_type_of(rows[0], gamma), in_type_of(rows[1], beta), None, None, None, None
 
 
 def _slabs(x: Tensor, seen: tuple[int, bool]) -> Slabs:
@@ -310,9 +299,10 @@ def _train_backward(
     weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
     inverse_m: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    seen = channel_dim, per_position
-    slabs, numbers = _slabs(x, seen), Options(eps, mix_eps, scale, inverse_m)
-    return _backward(x, _beside(dy, x, slabs, seen), gamma, statistics, _left(hidden, count, weight), slabs, numbers)
+    slabs, numbers = _slabs(x, (channel_dim, per_position)), Options(eps, mix_eps, scale, inverse_m)
+    return _backward(
+        x, beside(dy, x, slabs, channel_dim), gamma, statistics, _left(hidden, count, weight), slabs, numbers
+    )
 
 
 def _left(hidden: Tensor | None, count: Tensor | None, weight: Tensor | None) -> Entries | None:
@@ -345,7 +335,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, gamma, beta, statistics, *left = ctx.saved_tensors
     dx, rows = torch.ops.bln.train_backward(x, dy, gamma, statistics, *left, *ctx.rest)
-    return dx, _as(rows[0], gamma), _as(rows[1], beta), *[None] * 9
+    return dx, in_type_of(rows[0], gamma), in_type_of(rows[1], beta), *[None] * 9
 
 
 _train.register_autograd(_differentiate, setup_context=_keep)
@@ -356,7 +346,8 @@ def statistics_size(n: int, p: int, c: int) -> int:
     return 2 * p * (c + n) + 3 * p
 
 
-def _as(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+def in_type_of(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """Of gamma or beta, if there is one."""
     return None if parameter is None else gradient.to(parameter.dtype)
 
 

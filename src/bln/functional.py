@@ -87,7 +87,6 @@ def batch_layer_norm(
         ``y``, of ``x``'s shape and type. Statistics are computed in float32 (float64 if anything given is).
     """
     check_eps(eps, mix_eps)
-    mix_eps = eps if mix_eps is None else mix_eps
     channel_dim = check(x, mask, channel_dim)
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and tuple(parameter.shape) != (x.shape[channel_dim],):
@@ -96,6 +95,29 @@ def batch_layer_norm(
                 f"feature along dimension {channel_dim} of the input {tuple(x.shape)}"
             )
 
+    y, statistics = normalize(
+        x, weight, bias, mask, channel_dim=channel_dim, per_position=per_position, eps=eps, mix_eps=mix_eps,
+        dim_scale=dim_scale, population=population, config=config,
+    )  # fmt: skip
+    return (y, statistics) if return_statistics else y
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    *,
+    channel_dim: int,
+    per_position: bool,
+    eps: float,
+    mix_eps: float | None,
+    dim_scale: bool,
+    population: Statistics | None,
+    config: StatisticsConfig | str,
+) -> tuple[Tensor, Statistics]:
+    """``batch_layer_norm`` of what was checked."""
+    mix_eps = eps if mix_eps is None else mix_eps
     dtype = torch.promote_types(x.dtype, torch.float32)
     for other in (weight, bias, population and population.batch_mean):
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
@@ -129,7 +151,7 @@ def batch_layer_norm(
 
     y = y.to(x.dtype)
     y = y.contiguous() if x.is_contiguous() else y  # as it came: people call .view() on it
-    return (y, statistics) if return_statistics else y
+    return y, statistics
 
 
 def kernels_for(x: Tensor, *others: Tensor | None) -> ModuleType | None:

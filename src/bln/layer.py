@@ -165,19 +165,18 @@ class BatchLayerNorm(nn.Module):
             return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
 
         population = None if self.training else self.population.statistics(positions, m)
-        y, statistics = functional.batch_layer_norm(
+        y, statistics = functional.normalize(
             x,
             self.weight,
             self.bias,
+            mask,
             channel_dim=channel_dim,
             per_position=self.per_position,
-            mask=mask,
             eps=self.eps,
             mix_eps=self.mix_eps,
             dim_scale=self.dim_scale,
             population=population,
             config=self.config,
-            return_statistics=True,
         )
         if self.training and not _recomputing():
             self.population.update(statistics, m, entries, mask, positions, self.momentum)

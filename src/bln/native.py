@@ -36,21 +36,22 @@ def train(
 
     scale = gamma * w_F
     if d < 8:  # rows too narrow for layer norm's vectors: its backward takes three times as long as these operators
-        feature_mean = rows.mean(-1, keepdim=True)
-        centred = rows - feature_mean
-        feature_var = centred.square().mean(-1, keepdim=True)
-        y_F = centred * (feature_var + eps).rsqrt() * scale
+        mean = rows.mean(-1, keepdim=True)
+        centred = rows - mean
+        var = centred.square().mean(-1, keepdim=True)
+        y_F = centred * (var + eps).rsqrt() * scale
+        feature_mean, feature_var = mean.detach(), var.detach()
     else:
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)
-        feature_var = variance(feature_rstd.detach(), eps)
+        feature_var = variance(feature_rstd, eps)
 
     # Into memory that is there, where it can be: a new page costs more than the sum that fills it.
     y = moved(y_F.add_(y_B), x.dim() - 1, channel_dim) if together else y_B + moved(y_F, -1, channel_dim)
     return y, Statistics(
         batch_mean,
         variance(batch_rstd, eps),
-        feature_mean.detach().squeeze(-1),
-        feature_var.detach().squeeze(-1),
+        feature_mean.squeeze(-1),
+        feature_var.squeeze(-1),
         x.new_full((), 1 / n),
     )
 
@@ -67,7 +68,7 @@ def _batch_norm(
     columns = Columns(x, channel_dim, per_position)
     scale, shift = columns.spread(scale), columns.spread(shift)
     y, mean, rstd = torch.native_batch_norm(columns.of(x), scale, shift, None, None, True, 0.0, eps)
-    return columns.restore(y), columns.features_last(mean.detach()), columns.features_last(rstd.detach())
+    return columns.restore(y), columns.features_last(mean), columns.features_last(rstd)
 
 
 def moved(x: Tensor, dim: int, to: int) -> Tensor:
@@ -103,7 +104,8 @@ class Columns:
 
     def restore(self, columns: Tensor) -> Tensor:
         """From columns to the shape it came in."""
-        return moved(columns.reshape(self.shape), self.at, self.channel_dim)
+        columns = columns if columns.shape == self.shape else columns.reshape(self.shape)
+        return moved(columns, self.at, self.channel_dim)
 
     def spread(self, value: Tensor) -> Tensor:
         """One value for each column, from one for each feature, or features last with positions."""
@@ -112,8 +114,10 @@ class Columns:
         if value.dim() > 1:
             return moved(value, -1, self.at - 1).reshape(-1)
         shape = self.shape[1:]
+        if self.at < len(shape):
+            value = value.reshape(-1, *[1] * (len(shape) - self.at))
         # One feature would stay a view of stride 0, which the native backward reads past the end of.
-        return value.reshape(-1, *[1] * (len(shape) - self.at)).expand(shape).contiguous().view(-1)
+        return value.expand(shape).contiguous().view(-1)
 
     def beside(self, value: Tensor) -> Tensor:
         """``spread``, in a shape that meets what ``of`` gives."""

@@ -482,6 +482,21 @@ def test_what_came_contiguous_stays_so(chosen, channels, per_position, training)
     assert torch.autograd.grad(y.square().sum(), x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dim", [2, 3, 4])
+@pytest.mark.parametrize("channel_dim", [1, -1], ids=["second", "last"])
+def test_gradients_in_any_layout(chosen, dim, channel_dim):
+    for shape in ((1, 1, 1, 1)[:dim], (1, 5, 3, 2)[:dim], (4, 5, 3, 2)[:dim]):
+        x = torch.randn(shape, device=DEVICE, requires_grad=True)
+        dy = torch.randn(shape, device=DEVICE)
+        layer = bln.BatchLayerNorm(shape[channel_dim], channel_dim=channel_dim).to(DEVICE)
+        expected = torch.autograd.grad(layer(x), x, dy)[0]
+        stretched = dy.new_zeros([2 * size for size in shape])[tuple(slice(size) for size in shape)].copy_(dy)
+        moved = dy.movedim(1, -1).contiguous().movedim(-1, 1)
+        odd = dy.as_strided(shape, [7 if size == 1 else step for size, step in zip(shape, dy.stride(), strict=True)])
+        for gradient in (stretched, moved, odd):
+            torch.testing.assert_close(torch.autograd.grad(layer(x), x, gradient)[0], expected, rtol=0, atol=0)
+
+
 def test_the_layer_refuses_other_positions_and_learns_nothing(chosen):
     layer = bln.BatchLayerNorm(4, channel_dim=-1, position_shape=(5, 5)).to(DEVICE)
     before = copy.deepcopy(layer.state_dict())

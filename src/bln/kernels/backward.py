@@ -78,9 +78,10 @@ def resident(
         mean_F = tl.load(rows + row, mask=in_row, other=0.0)
         r_F = tl.rsqrt(tl.load(rows + P.to(tl.int64) * N + row, mask=in_row, other=1.0) + eps)
         flat_F, along_F = _row_sums(d, v, mean_F, r_F, g, C, KIND, SHORT)
-        total = tiles.over_samples(tiles.fold(d, KIND), KIND, False)  # 0 out of bounds, and so are its products
-        dot_B = tiles.over_samples(tiles.fold(d * (v - mean_B), KIND), KIND, False)
-        dot_F = tiles.over_samples(tiles.fold(d * (v * r_F - mean_F * r_F), KIND), KIND, False)
+        total, dot_B, dot_F = tiles.all_over_samples(  # out of bounds d is 0, and so are its products
+            tiles.fold(d, KIND), tiles.fold(d * (v - mean_B), KIND),
+            tiles.fold(d * (v * r_F - mean_F * r_F), KIND), KIND, False,
+        )  # fmt: skip
         dbeta += total
         dgamma += (w_B * r_B) * dot_B + w_F * dot_F
         s_B = w_B * r_B
@@ -137,8 +138,7 @@ def _sums(
         dot_F += tiles.fold(d * (v * r_F - mean_F * r_F), KIND)
     if SHORT:
         dot_B -= mean_B * total
-    total = tiles.over_samples(total, KIND, POOLED)
-    return total, tiles.over_samples(dot_B, KIND, POOLED), tiles.over_samples(dot_F, KIND, POOLED)
+    return tiles.all_over_samples(total, dot_B, dot_F, KIND, POOLED)
 
 
 @triton.jit

@@ -109,7 +109,7 @@ class _Infer(torch.autograd.Function):
 def _batch(
     x: Tensor, left: Entries | None, slabs: Slabs, numbers: Options, kept: Population, config: StatisticsConfig
 ) -> tuple[Tensor, Tensor]:
-    """Eqs 18, 19, as the kernel wants columns."""
+    """Eqs 18, 19, ``[P, C]``."""
     n, p, c, across, pooled = slabs
     q = 1 if pooled else p
     mean, var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
@@ -123,8 +123,6 @@ def _batch(
         own = Statistics(own_mean, square / real.clamp(min=1)[:, None], None, None, None)
         batch_only = StatisticsConfig(config.batch_mean, config.batch_std, True, True)
         mean, var, *_ = formula.choose(batch_only, own, Statistics(mean, var, None, None, None))
-    if across:
-        mean, var = mean.T, var.T
     return mean.contiguous(), var.contiguous()
 
 
@@ -201,10 +199,7 @@ def _normalize(
     w_B, w_F = tiles.weights(
         tl.where(seen, tl.load(inverse_m + q, mask=p < P, other=1.0), own_inverse_m), mix_eps, scale
     )
-    Q = P
-    if POOLED:
-        Q = P * 0 + 1
-    column, in_column = tiles.column_offset(q, folded, Q, C, KIND), (p < P) & (folded < C)
+    column, in_column = q.to(tl.int64) * C + folded, (p < P) & (folded < C)
     mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
     s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
     for start in range(first, last, BN):

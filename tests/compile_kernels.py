@@ -32,7 +32,6 @@ POINTERS = [
     "counts",
     "hidden",
     "finite",
-    "ready",
     "message",
     "messages",
 ]
@@ -51,7 +50,7 @@ def build(kernel, name, dtype, warps, constants, pointers=()):
         elif each in COUNTERS:
             types[each] = "*i64"
         elif each in POINTERS or each in pointers:
-            types[each] = {"hidden": "*u8", "ready": "*i32"}.get(each, "*fp32")
+            types[each] = {"hidden": "*u8"}.get(each, "*fp32")
         else:
             types[each] = "fp32" if each in FLOATS else "i32"
     aligned = [each for each in names if types[each][0] == "*"]

@@ -402,6 +402,25 @@ def test_messages_of_many_ranks_are_joined(shape, channel_dim, per_position, cho
         torch.testing.assert_close(ours, getattr(alone.population, name), rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of the interpreter
+def test_what_overflows_where_ranks_meet_does_not_enter_in_part():
+    """Their means are so far apart that the joined variance of one feature is infinite, one of the last."""
+    d, ranks = 1500, 8
+    population = Population(d, ()).to(DEVICE)
+    before = population.snapshot()[1]
+    task = bln.synchronized.Task(
+        1, False, (), 1e-4, 1e-4, True, mock.Mock(**{"size.return_value": ranks}), torch.float32
+    )
+    messages = torch.zeros(ranks, task.size(d), device=DEVICE)
+    messages[:, 2 * d] = messages[:, 2 * d + 3] = 2  # entries and samples
+    messages[0, 1400] = 1e20
+    kernels.synchronized._join_messages(messages.view(-1), 1, d, 0, task, (population, 0.1))
+    assert all(torch.equal(value, before[name]) for name, value in population.named_buffers())
+    messages[0, 1400] = 1
+    kernels.synchronized._join_messages(messages.view(-1), 1, d, 0, task, (population, 0.1))
+    assert population.updates.eq(1).all()
+
+
 def test_every_kernel_compiles_to_machine_code():
     """Types that the interpreter does not look at; no GPU is needed for it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

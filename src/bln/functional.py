@@ -171,8 +171,11 @@ def _has_triton() -> bool:
     global _triton
     if _triton is None:
         _triton = find_spec("triton") is not None
+        if _triton:  # a compiler cannot import
+            version: str = import_module("triton").__version__
+            _triton = tuple(map(int, version.split(".")[:2])) >= (3, 4)
         if _triton:
-            import_module("bln.kernels")  # a compiler cannot
+            import_module("bln.kernels")
     return _triton
 
 

@@ -230,9 +230,9 @@ def _join(mean: Tensor, squares: Tensor, sums: Tensor, task: Task) -> tuple[Tens
 
 def add_up(message: Tensor, task: Task) -> Tensor:
     """Over ranks, what the loss says of mean and variance, ``(*positions, 2, d)``: the collective of backward."""
-    message = message.to(task.dtype)
-    _exchange(dist.all_reduce, message, group=task.group)
-    return message
+    flat = message.to(task.dtype).reshape(-1)  # the same on all ranks, whatever way they go
+    _exchange(dist.all_reduce, flat, group=task.group)
+    return flat.view(message.shape)
 
 
 def _number(count: Tensor) -> int | None:

@@ -29,8 +29,8 @@ def start(arguments: list[str], world: int, folder: str, interpreted: bool = Fal
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("TRITON_INTERPRET", None)  # ranks on a GPU run the kernels themselves
-    if interpreted:
-        environment["TRITON_INTERPRET"] = "1"
+    if interpreted:  # by kernels; torch then makes sure that the messages of ranks that go other ways are like theirs
+        environment |= {"TRITON_INTERPRET": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     return [
         subprocess.Popen(
             [sys.executable, *arguments, str(rank), str(world), str(Path(folder) / "meet")], env=environment,

@@ -1,4 +1,4 @@
-"""Triton kernels for a GPU: training, its statistics, and inference.
+"""Triton kernels for a GPU: training, alone or with other ranks, its statistics, and inference.
 
 ``train`` and ``infer`` do what ``bln.functional`` does with operators. For backward they keep the input and the small
 statistics. Compiled graphs get the first as the operator ``bln::train``; inference a compiler fuses well by itself.

@@ -69,6 +69,8 @@ def infer(
 
 
 class _Infer(torch.autograd.Function):
+    """Its derivative goes through the plain formula."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -158,9 +158,10 @@ def chain(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
     Where a device can, from Hopper on, those begin while the launch before comes to its end.
     """
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    able = nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"CHAINED": able}, {"CHAINED": able, "launch_pdl": able}
+    nvidia = device.type == "cuda" and torch.version.hip is None and tiles.VERSION >= (3, 5)
+    if nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"CHAINED": True}, {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": False}, {"CHAINED": False}
 
 
 def on_its_device(function: Callable[..., T]) -> Callable[..., T]:

@@ -141,6 +141,7 @@ def join(
             old_mean_F = tl.load(feature_mean + p, mask=real, other=0.0)
             old_var_F = tl.load(feature_var + p, mask=real, other=0.0)
             old_m = tl.load(inverse_m + p, mask=real, other=0.0)
+        overflow = real.to(tl.float32) * 0.0
         for start in range(0, C, BC):
             c = start + tl.arange(0, BC)[None, None, :]
             inside, at = real & (c < C), p.to(tl.int64) * C + c
@@ -150,14 +151,20 @@ def join(
             to = joined + tiles.column_offset(p, c, P, C, KIND)
             tl.store(to, mean, mask=own & inside)
             tl.store(to + own_columns, square, mask=own & inside)
-            if LEARN:
-                enters = enters & (tl.sum(square * 0.0, 2, keep_dims=True) == 0)
+            overflow += tl.sum(square * 0.0, 2, keep_dims=True)
+        enters = enters & (overflow == 0)
+        if LEARN:
+            for start in range(0, C, BC):
+                c = start + tl.arange(0, BC)[None, None, :]
+                inside, at = real & (c < C), p.to(tl.int64) * C + c
+                _, mean, square = _join(
+                    messages + at, messages + columns + at, counts, step, step, part, ranks, real, inside, BS
+                )
                 old = tl.load(batch_mean + at, mask=inside, other=0.0)
                 tl.store(batch_mean + at, mix(old, mean, _row(weight, row, 0)), mask=inside & enters)
                 old = tl.load(batch_var + at, mask=inside, other=0.0)
                 new = square / tl.maximum(count - 1, 1.0)  # unbiased
                 tl.store(batch_var + at, mix(old, new, _row(weight, row, 1)), mask=inside & enters & (count > 1))
-        if LEARN:
             tl.debug_barrier()  # every warp holds a copy of the counters, and must have read before one writes
             divisor = tl.maximum(count, 1.0)
             var_F = sum_var / divisor * (m / tl.maximum(m - 1, 1.0))

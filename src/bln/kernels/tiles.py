@@ -23,7 +23,8 @@ import triton.language as tl
 NARROW = tl.constexpr(0)
 WIDE = tl.constexpr(1)
 ACROSS = tl.constexpr(2)
-WARPS = tl.constexpr(int(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)))  # where B stands
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+WARPS = tl.constexpr(int(VERSION >= (3, 7)))  # where B stands
 HELD = tl.constexpr(1 - WARPS.value)  # where A stands
 TOGETHER = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would combine values pair by pair
 

@@ -108,8 +108,9 @@ def _enter(
         SPREAD=entries > 1, BP=block, BC=columns, BF=launch.power_of_two(flags),
         num_warps=max(1, min(8, columns * block // 128)), **after,
     )  # fmt: skip
-    # Autograd does not see what a kernel writes.
-    torch.autograd.graph.increment_version([buffer for buffer in buffers if not buffer.is_inference()])
+    for buffer in buffers:  # autograd does not see what a kernel writes
+        if not buffer.is_inference():
+            torch.autograd.graph.increment_version(buffer)
 
 
 def _forward(

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from bln.kernels import backward, forward, inference, launch, population, synchronized
+from bln.kernels import backward, forward, inference, launch, population, synchronized, tiles
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
 INPUTS, COUNTERS = ["x", "y", "dy", "dx"], ["updates", "samples"]
@@ -126,6 +126,8 @@ def main() -> None:
                 inference._normalize, f"inference {about}", dtype, chosen.warps, constants,
                 ["inverse_m", *["own_inverse_m"] * masked],
             )  # fmt: skip
+    for dtype, side in (("*bf16", 8), ("*fp32", 4)):
+        build(tiles.turn, "turn", dtype, 4, {"SIDE_P": 1, "SIDE_C": side, "BLOCK": 64})
     build(forward.merge, "merge", "*fp32", 4, {"KIND": 0, "BS": 256, "BLOCK": 8})
     build(backward.add, "add", "*fp32", 8, {"BS": 1024, "BLOCK": 8}, ["parts", "total"])
     for pooled in (True, False):
@@ -134,7 +136,7 @@ def main() -> None:
         constants |= {"BS": 2, "BP": 16, "BC": 64, "BF": 1024}
         build(synchronized.join, "join", "*fp32", 4, constants, ["inverse_m"])
     for average in (True, False):
-        constants = {"ACROSS": False, "AVERAGE": average, "SPREAD": True, "BP": 16, "BC": 64, "BF": 1024}
+        constants = {"ACROSS": False, "AVERAGE": average, "SPREAD": True, "BP": 8, "BC": 64, "BF": 1024}
         build(population.enter, "population", "*fp32", 4, constants, ["inverse_m"])
 
 

@@ -429,7 +429,7 @@ def test_every_kernel_compiles_to_machine_code():
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
-        "forward", "backward", "inference", "merge", "add", "pack", "join", "population"
+        "forward", "backward", "inference", "merge", "add", "turn", "pack", "join", "population"
     }  # fmt: skip
 
 

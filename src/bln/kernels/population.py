@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from . import tiles
+
+if TYPE_CHECKING:
+    from ..population import Population
+
+
+def buffers(kept: Population) -> list[Tensor]:
+    """In the order of the kernels; ``Population.buffers()`` takes as long as a launch."""
+    return [value for value in kept._buffers.values() if value is not None]
+
+
+def written(changed: list[Tensor]) -> None:
+    """Tell autograd, which does not see what a kernel writes."""
+    for buffer in changed:
+        if not buffer.is_inference():
+            torch.autograd.graph.increment_version(buffer)
 
 
 @triton.jit

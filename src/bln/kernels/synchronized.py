@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import synchronized
 from . import backward, forward, launch, tiles
-from .population import mix, weight_of
+from .population import buffers, mix, weight_of, written
 from .slabs import (
     Options,
     Slabs,
@@ -225,25 +225,22 @@ def _join_messages(
     """What ``join`` makes of them."""
     ranks, known = task.group.size(), task.known
     joined = torch.empty(p * (2 * c + 4), dtype=torch.float32, device=messages.device)
-    kept: tuple[Tensor | None, ...] = (None,) * 7
+    kept: list[Tensor] = []
     momentum: float | None = 0.0
     if remember is not None:
-        population, momentum = remember
-        population.learned(task.positions, True)
-        kept = tuple(population.buffers())
+        remember[0].learned(task.positions, True)
+        kept, momentum = buffers(remember[0]), remember[1]
     tall = min(8, launch.power_of_two(ranks))
     wide = min(8192 // tall, launch.power_of_two(c))
     high = max(1, min(2048 // (tall * wide), launch.power_of_two(known)))
     programs = min(launch.cdiv(known, high), 2 * processors(messages.device))
     join[(programs,)](
-        messages, joined, *kept, ranks, p, c, known, 0.0 if momentum is None else momentum,
+        messages, joined, *(kept or (None,) * 7), ranks, p, c, known, 0.0 if momentum is None else momentum,
         KIND=kind, POOLED=not task.per_position, LEARN=remember is not None, AVERAGE=momentum is None,
         BS=tall, BP=high, BC=wide, BF=min(1024, launch.power_of_two(known)),
         num_warps=max(1, min(8, tall * high * wide // 256)), **chain(messages.device)[0],
     )  # fmt: skip
-    for buffer in kept:  # autograd does not see what a kernel writes
-        if buffer is not None and not buffer.is_inference():
-            torch.autograd.graph.increment_version(buffer)
+    written(kept)
     return joined
 
 

@@ -100,17 +100,15 @@ def _enter(
     _, after = chain(statistics.device)
     if flags > 4096:  # each program reads all
         finite, flags, after = finite[:flags].amin(), 1, {"CHAINED": False}
-    buffers = [value for value in kept._buffers.values() if value is not None]  # buffers() takes as long as a launch
-    known = buffers[4].numel()
+    buffers = population.buffers(kept)
+    known = kept.inverse_m.numel()
     population.enter[(launch.cdiv(positions, block),)](
         statistics, finite, *buffers, flags, n, p, c, positions, known, m, formula.bessel(entries), formula.bessel(m),
         0.0 if momentum is None else momentum, ACROSS=across and not pooled, AVERAGE=momentum is None,
         SPREAD=entries > 1, BP=block, BC=columns, BF=launch.power_of_two(flags),
         num_warps=max(1, min(8, columns * block // 128)), **after,
     )  # fmt: skip
-    for buffer in buffers:  # autograd does not see what a kernel writes
-        if not buffer.is_inference():
-            torch.autograd.graph.increment_version(buffer)
+    population.written(buffers)
 
 
 def _forward(

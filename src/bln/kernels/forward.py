@@ -4,8 +4,8 @@
 normalized. Where there are slabs enough for all processors one program does both, and finds most of the slab in the
 cache the second time; else several programs share a slab, and the sweeps are launches of their own.
 
-All write one buffer of statistics: batch means and variances of columns, feature means and variances of rows, the
-averages over samples of these two ``[P]``, and for each program whether the variances it met are finite.
+All write one buffer of statistics, pairs of a mean and a variance: those of columns, those of rows, the averages of the
+latter over samples ``[P]``; and for each program whether the variances it met are finite.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from . import tiles
 
 
 @triton.jit
-def _store_columns(statistics, q, c, mean_B, var_B, P, Q, C, KIND: tl.constexpr):
+def _store_columns(statistics, q, c, mean_B, var_B, Q, C, ACROSS: tl.constexpr, EVEN: tl.constexpr):
     """There are some for ``Q`` positions, and room for all."""
-    at, inside = tiles.column_offset(q, c, Q, C, KIND), (q < Q) & (c < C)
-    tl.store(statistics + at, mean_B, mask=inside)
-    tl.store(statistics + P.to(tl.int64) * C + at, var_B, mask=inside)
+    tiles.store_pair(statistics, tiles.column_offset(q, c, Q, C, ACROSS), mean_B, var_B, (q < Q) & (c < C), EVEN)
 
 
 @triton.jit
 def _store_averages(statistics, p, mean, var, N, P, C):
-    at = 2 * P.to(tl.int64) * (C + N) + p
-    tl.store(statistics + at, mean, mask=p < P)
-    tl.store(statistics + P + at, var, mask=p < P)
+    tiles.store_pair(statistics, P.to(tl.int64) * (C + N) + p, mean, var, p < P)
 
 
 @triton.jit
@@ -40,50 +36,45 @@ def _store_finite(statistics, program, check, N, P, C):
 @triton.jit(do_not_specialize=["N", "P", "C"])
 def resident(
     x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Whole slabs of some positions, then of the next, on a grid that stays."""
+    """Whole slabs, one after the other, on a grid that stays."""
     tiles.begin_next(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    n, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
-    C = tiles.features(C, SIDE)
+    n, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
+    P, C = tiles.sides(P, C, ACROSS, SIDE)
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
-    check = 0.0
-    for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
-        p = block * BP + ps
-        at, in_row = tiles.offset(n, p, c, P, C, KIND), (n < N) & (p < P)
-        real = in_row & (c < C)
-        v = tiles.fetch(x + at, real, EVEN).to(tl.float32)
-        mean_F, var_F = tiles.feature_statistics(v, real, C, KIND, EVEN)
-        mean_B = tiles.over_samples(tiles.fold(v, KIND), KIND, False) * (1.0 / N)  # eq 10
-        w = v - mean_B
-        if not EVEN:
-            w = tl.where(real, w, 0.0)
-        var_B = tiles.over_samples(tiles.fold(w * w, KIND), KIND, False) * (1.0 / N)  # eq 11
+    check = tl.zeros([1, 1, 1, 1], tl.float32)
+    at, in_row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), n < N
+    real = in_row & (c < C)
+    for block in tl.range(tl.program_id(0), P, tl.num_programs(0), num_stages=STAGES):
+        p = block + ps
+        v = tiles.fetch(x + block * C.to(tl.int64) + at, real, EVEN).to(tl.float32)
+        mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, EVEN)
+        mean_B, var_B = tiles.batch_statistics(v, real, N, EVEN)
+        sum_mean = tiles.over_features(mean_B, ACROSS)
+        average = tiles.over_samples(tiles.fold(var_F), ACROSS, False) * (1.0 / N)
+        _store_averages(statistics, p, sum_mean * (1.0 / C), average, N, P, C)
+        check += tiles.over_features(var_B * 0.0, ACROSS) + average * 0.0
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         s_F = w_F * tl.rsqrt(var_F + eps)
-        tiles.put(y + at, tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT), real, EVEN)
+        out = tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT)
+        tiles.put(y + block * C.to(tl.int64) + at, out, real, EVEN)
 
-        _store_columns(statistics, p, c, mean_B, var_B, P, P, C, KIND)
-        row = tiles.row_offset(n, p, N, P, KIND)
-        tl.store(rows + row, mean_F, mask=in_row)
-        tl.store(rows + P.to(tl.int64) * N + row, var_F, mask=in_row)
-        average_F = tiles.over_samples(tiles.fold(mean_F, KIND), KIND, False) * (1.0 / N)
-        average_var_F = tiles.over_samples(tiles.fold(var_F, KIND), KIND, False) * (1.0 / N)
-        _store_averages(statistics, p, average_F, average_var_F, N, P, C)
-        check += tl.sum(var_B * 0.0) + tl.sum(average_var_F * 0.0)
-    _store_finite(statistics, tl.program_id(0), check, N, P, C)
+        _store_columns(statistics, p, c, mean_B, var_B, P, C, ACROSS, EVEN)
+        tiles.store_pair(rows + block * (2 * N.to(tl.int64)), n, mean_F, var_F, in_row, EVEN)
+    _store_finite(statistics, tl.program_id(0), tl.sum(check), N, P, C)
 
 
 @triton.jit
 def _measure(
     x, hidden, rows, p, first, last, N, P, C,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the samples ``first`` to ``last``: those of rows are stored; returned are, of columns, the number
     of entries, their mean and squares around it, and the sums of the rows' means and variances.
@@ -91,94 +82,76 @@ def _measure(
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.
     """
-    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
+    ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
+    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
+    step, row_step = tiles.strides(P, C, ACROSS)
     in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
     real = tiles.real_values(in_row, c, C, EVEN)
-    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
-    step, row_step = tiles.strides(P, C, KIND)
-    x, rows = x + first * step, rows + first * row_step
-    ahead = tiles.fetch(x + at, real, EVEN)
-    entries = tiles.entries(in_row, p, BN, KIND, EVEN, POOLED)
-    pivot = tiles.over_samples(tiles.fold(ahead.to(tl.float32), KIND), KIND, POOLED) / tl.maximum(entries, 1.0)
-    total = tiles.fold(ahead.to(tl.float32) * 0.0, KIND)
+    v = tiles.fetch(x + first * step + at, real, EVEN).to(tl.float32)
+    entries = tiles.entries(in_row, p, BN, ACROSS, EVEN, POOLED)
+    pivot = tiles.over_samples(tiles.fold(v), ACROSS, POOLED) / tl.maximum(entries, 1.0)
+    total = tiles.fold(v * 0.0)
     square = total
     sum_mean = in_row.to(tl.float32) * 0.0
     sum_var = sum_mean
     count = entries * 0.0
-    for start in range(first, last, BN):
+    for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        v, in_this, real_now = ahead.to(tl.float32), in_row, real
-        in_row = tiles.real_rows(n + BN, p, last, P, hidden, MASKED)
+        in_row = tiles.real_rows(n, p, last, P, hidden, MASKED)
         real = tiles.real_values(in_row, c, C, EVEN)
-        x += BN * step
-        ahead = tiles.fetch(x + at, real, False)
-        mean_F, var_F = tiles.feature_statistics(v, real_now, C, KIND, EVEN)
-        tl.store(rows + row, mean_F, mask=(n < last) & (p < P))
-        tl.store(rows + P.to(tl.int64) * N + row, var_F, mask=(n < last) & (p < P))
-        rows += BN * row_step
+        v = tiles.fetch(x + start * step + at, real, EVEN).to(tl.float32)
+        mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, EVEN)
+        tiles.store_pair(rows + start * row_step, row, mean_F, var_F, (n < last) & (p < P), EVEN)
         sum_mean += mean_F  # 0 where there is no row
         sum_var += var_F
-        entries = tiles.entries(in_this, p, BN, KIND, EVEN, POOLED)
+        entries = tiles.entries(in_row, p, BN, ACROSS, EVEN, POOLED)
         if MASKED:  # as long as a column has no entry, nothing was summed around anything
-            here = tiles.over_samples(tiles.fold(v, KIND), KIND, POOLED) / tl.maximum(entries, 1.0)
+            here = tiles.over_samples(tiles.fold(v), ACROSS, POOLED) / tl.maximum(entries, 1.0)
             pivot = tl.where(count == 0, here, pivot)
         count += entries
         w = v - pivot
         if not EVEN:
-            w = tl.where(real_now, w, 0.0)
-        total += tiles.fold(w, KIND)
-        square += tiles.fold(w * w, KIND)
+            w = tl.where(real, w, 0.0)
+        total += tiles.fold(w)
+        square += tiles.fold(w * w)
     divisor = tl.maximum(count, 1.0)
-    moved = tiles.over_samples(total, KIND, POOLED) / divisor
-    squares = tiles.over_samples(square, KIND, POOLED) - moved * moved * divisor
+    moved = tiles.over_samples(total, ACROSS, POOLED) / divisor
+    squares = tiles.over_samples(square, ACROSS, POOLED) - moved * moved * divisor
     squares = tl.where(squares < 0, 0.0, squares)  # by rounding
-    sum_mean = tiles.over_samples(tiles.fold(sum_mean, KIND), KIND, POOLED)
-    sum_var = tiles.over_samples(tiles.fold(sum_var, KIND), KIND, POOLED)
+    sum_mean = tiles.over_samples(tiles.fold(sum_mean), ACROSS, POOLED)
+    sum_var = tiles.over_samples(tiles.fold(sum_var), ACROSS, POOLED)
     return count, pivot + moved, squares, sum_mean, sum_var
 
 
 @triton.jit
 def _normalize(
     x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    ns, _, c, _ = tiles.indices(A, B, L, KIND, SIDE)
-    count = P.to(tl.int64) * N
+    ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
+    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
+    step, row_step = tiles.strides(P, C, ACROSS)
     steps = tl.cdiv(last - first, BN)
-    begin = first + (steps - 1) * BN
-    inside = tiles.real_rows(begin + ns, p, last, P, hidden, MASKED)
-    at, row = tiles.offset(ns, p, c, P, C, KIND), tiles.row_offset(ns, p, N, P, KIND)
-    step, row_step = tiles.strides(P, C, KIND)
-    x, y, rows = x + begin * step, y + begin * step, rows + begin * row_step
-    ahead = tiles.fetch(x + at, tiles.real_values(inside, c, C, EVEN), EVEN)
-    ahead_mean = tl.load(rows + row, mask=inside, other=0.0)
-    ahead_var = tl.load(rows + count + row, mask=inside, other=0.0)
-    for done in range(steps):
-        n = begin - done * BN + ns
-        v, mean_F, var_F = ahead.to(tl.float32), ahead_mean, ahead_var
-        in_this = inside
-        inside = tiles.real_rows(n - BN, p, last, P, hidden, MASKED) & (n >= first + BN)
-        real = tiles.real_values(inside, c, C, EVEN)
-        x -= BN * step
-        rows -= BN * row_step
-        ahead = tiles.fetch(x + at, real, False)
-        ahead_mean = tiles.fetch(rows + row, inside, False)
-        ahead_var = tiles.fetch(rows + count + row, inside, False)
+    for left in tl.range(0, steps, num_stages=STAGES):
+        start = first + (steps - 1 - left) * BN
+        n = start + ns
+        in_row = tiles.real_rows(n, p, last, P, hidden, MASKED)
+        mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
+        v = tiles.fetch(x + start * step + at, tiles.real_values(in_row, c, C, EVEN), EVEN).to(tl.float32)
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
-            out = tl.where(in_this, out, 0.0)
-        tiles.put(y + at, out, (n < last) & (p < P) & (c < C), EVEN)
-        y -= BN * step
+            out = tl.where(in_row, out, 0.0)
+        tiles.put(y + start * step + at, out, (n < last) & (p < P) & (c < C), EVEN)
 
 
 @triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
 def sweep(
     x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
     MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
@@ -192,30 +165,30 @@ def sweep(
         tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
-    _, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
-    C = tiles.features(C, SIDE)
+    _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
+    P, C = tiles.sides(P, C, ACROSS, SIDE)
     p = block * BP + ps
     q, Q = p, P  # where the statistics of a position are, and for how many there are some
     if POOLED:
-        q, Q = tl.zeros([1, 1, 1], tl.int32), P * 0 + 1
+        q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1
     rows = statistics + 2 * P.to(tl.int64) * C
     if MEASURE:
         count, mean_B, square, sum_mean, sum_var = _measure(
-            x, hidden, rows, p, first, last, N, P, C, A, B, L, BN, KIND, SIDE, EVEN, MASKED, POOLED
+            x, hidden, rows, p, first, last, N, P, C, TILE, BN, ACROSS, SIDE, LONG, EVEN, MASKED, POOLED, STAGES
         )
     if MEASURE and not NORMALIZE:
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
-        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, KIND)
+        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, ACROSS)
     if NORMALIZE:
         if MEASURE:
             tl.debug_barrier()  # statistics of rows were stored by other threads
         else:
-            count, mean_B, square, sum_mean, sum_var = _join(partials, parts, q, folded, Q, C, KIND)
+            count, mean_B, square, sum_mean, sum_var = _join(partials, parts, q, folded, Q, C, ACROSS)
         divisor = tl.maximum(count, 1.0)
         var_B = square / divisor
         if split == 0:
-            _store_columns(statistics, q, c if MEASURE else folded, mean_B, var_B, P, Q, C, KIND)
+            _store_columns(statistics, q, c if MEASURE else folded, mean_B, var_B, Q, C, ACROSS, EVEN)
             _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
             _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
         if MASKED or SHARED:  # there is one for each position
@@ -226,15 +199,15 @@ def sweep(
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         _normalize(
             x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
-            A, B, L, BN, KIND, SIDE, EVEN, MASKED,
+            TILE, BN, ACROSS, SIDE, LONG, EVEN, MASKED, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
-def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C, KIND: tl.constexpr):
+def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C, ACROSS: tl.constexpr):
     """Partial results: means, squares of columns; counts, sums of rows' means and variances ``[splits, P]``."""
     columns = P.to(tl.int64) * C
-    column, in_column = tiles.column_offset(p, c, P, C, KIND), (p < P) & (c < C)
+    column, in_column = tiles.column_offset(p, c, P, C, ACROSS), (p < P) & (c < C)
     tl.store(partials + split * columns + column, mean, mask=in_column)
     tl.store(partials + (splits + split) * columns + column, square, mask=in_column)
     at = partials + 2 * splits * columns + split * P + p
@@ -244,10 +217,10 @@ def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, su
 
 
 @triton.jit
-def _join(partials, parts, p, c, P, C, KIND: tl.constexpr):
+def _join(partials, parts, p, c, P, C, ACROSS: tl.constexpr):
     """All parts together, one after the other, by Chan's formula."""
     columns = P.to(tl.int64) * C
-    column, in_column = tiles.column_offset(p, c, P, C, KIND), (p < P) & (c < C)
+    column, in_column = tiles.column_offset(p, c, P, C, ACROSS), (p < P) & (c < C)
     counts = partials + 2 * parts * columns + p
     count = tl.zeros(p.shape, tl.float32)
     sum_mean = tl.zeros(p.shape, tl.float32)
@@ -270,7 +243,7 @@ def _join(partials, parts, p, c, P, C, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P", "C", "parts", "groups"])
 def merge(
-    partials, joined, P, C, parts, groups, KIND: tl.constexpr, CHAINED: tl.constexpr, BS: tl.constexpr,
+    partials, joined, P, C, parts, groups, ACROSS: tl.constexpr, CHAINED: tl.constexpr, BS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each ``BS`` of many parts joined into one, in the same layout: for ``sweep``, whose programs would read all."""
@@ -280,17 +253,17 @@ def merge(
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     part = group * BS + tl.arange(0, BS)[:, None]
     p, once = at // C, (at < columns) & (at % C == 0)  # where something stands for a position, one column is enough
-    if KIND == tiles.ACROSS:
+    if ACROSS:
         p, once = at % P, at < P
     found = (part < parts) & (at < columns)
     means = tl.load(partials + part * columns + at, mask=found, other=0.0)
     squares = tl.load(partials + (parts + part) * columns + at, mask=found, other=0.0)
     counts = partials + 2 * parts * columns + part * P + p
     has = tl.load(counts, mask=found, other=0.0)
-    sum_mean = tl.sum(tl.load(counts + parts * P, mask=found & once, other=0.0), 0, keep_dims=True)
-    sum_var = tl.sum(tl.load(counts + 2 * parts * P, mask=found & once, other=0.0), 0, keep_dims=True)
-    count = tl.sum(has, 0, keep_dims=True)
-    mean = tl.sum(has * means, 0, keep_dims=True) / tl.maximum(count, 1.0)
+    row_means = tl.load(counts + parts * P, mask=found & once, other=0.0)
+    row_vars = tl.load(counts + 2 * parts * P, mask=found & once, other=0.0)
+    count, total, sum_mean, sum_var = tiles.all_sums(has, has * means, row_means, row_vars)
+    mean = total / tl.maximum(count, 1.0)
     moved = means - mean
     square = tl.sum(squares + has * moved * moved, 0, keep_dims=True)
     tl.store(joined + group * columns + at, mean, mask=at < columns)

@@ -29,6 +29,7 @@ from .slabs import (
     on_its_device,
     options,
     processors,
+    shared_memory,
     transform,
 )
 from .training import measure, statistics_size
@@ -88,8 +89,9 @@ class _Infer(torch.autograd.Function):
         y = torch.empty_like(x)
         batch_mean, batch_var = _batch(x, left, slabs, numbers, kept, config)
         chosen = launch.inference(
-            n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, processors=processors(x.device)
-        )
+            n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, processors=processors(x.device),
+            shared=shared_memory(x.device),
+        )  # fmt: skip
         hidden, _, own = left or (None, None, numbers.inverse_m)
         _normalize[(chosen.blocks * chosen.splits,)](
             x, y, hidden, gamma, beta, batch_mean, batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
@@ -163,8 +165,9 @@ def _plain_inference(
 def _normalize(
     x, y, hidden, gamma, beta, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, own_inverse_m,
     known, N, P, C, run, splits, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr,
-    SIDE: tl.constexpr, EVEN: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr,
+    POOLED: tl.constexpr,
 ):  # fmt: skip
     """Eqs 20-25 of a run of samples of some positions.
 
@@ -177,19 +180,15 @@ def _normalize(
         SWAPPED: The rows of a tile are positions, not samples.
     """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    ns, ps, c, folded = tiles.indices(A, B, L, KIND, SIDE)
-    C = tiles.features(C, SIDE)
+    ns, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
+    P, C = tiles.sides(P, C, ACROSS, SIDE)
     if SWAPPED:
         ns, ps = ps, ns
     p = tl.program_id(0) // splits * BP + ps
     first = tl.program_id(0) % splits * run
     last = tl.minimum(N, first + run)
-    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
-    real = tiles.real_values(in_row, c, C, EVEN)
-    at = tiles.offset(ns, p, c, P, C, KIND)
-    step, _ = tiles.strides(P, C, KIND)
-    x, y = x + first * step, y + first * step
-    ahead = tiles.fetch(x + at, real, EVEN)  # before anything that waits for memory
+    at = tiles.offset(ns, p, c, P, C, ACROSS, LONG)
+    step, _ = tiles.strides(P, C, ACROSS)
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     q = p  # where the statistics of a position are
@@ -204,26 +203,23 @@ def _normalize(
     column, in_column = q.to(tl.int64) * C + folded, (p < P) & (folded < C)
     mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
     s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
-    for start in range(first, last, BN):
+    if MEAN_F:
+        mean_F = tl.load(feature_mean + q, mask=p < P, other=0.0)
+    if VAR_F:
+        var_F = tl.load(feature_var + q, mask=p < P, other=1.0)
+    for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        v, in_this, real_now = ahead.to(tl.float32), in_row, real
-        in_row = tiles.real_rows(n + BN, p, last, P, hidden, MASKED)
+        in_row = tiles.real_rows(n, p, last, P, hidden, MASKED)
         real = tiles.real_values(in_row, c, C, EVEN)
-        x += BN * step
-        ahead = tiles.fetch(x + at, real, False)
-        if MEAN_F:
-            mean_F = tl.load(feature_mean + q, mask=p < P, other=0.0)
-        else:
-            mean_F = tiles.over_features(v, KIND) * (1.0 / C)  # eq 20
-        if VAR_F:
-            var_F = tl.load(feature_var + q, mask=p < P, other=1.0)
-        else:  # around the mean that was chosen
+        v = tiles.fetch(x + start * step + at, real, EVEN).to(tl.float32)
+        if not MEAN_F:
+            mean_F = tiles.over_features(v, ACROSS) * (1.0 / C)  # eq 20
+        if not VAR_F:  # around the mean that was chosen
             u = v - mean_F
             if not EVEN:
-                u = tl.where(real_now, u, 0.0)
-            var_F = tiles.over_features(u * u, KIND) * (1.0 / C)  # eq 21
+                u = tl.where(real, u, 0.0)
+            var_F = tiles.over_features(u * u, ACROSS) * (1.0 / C)  # eq 21
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
-            out = tl.where(in_this, out, 0.0)
-        tiles.put(y + at, out, (n < last) & (p < P) & (c < C), EVEN)
-        y += BN * step
+            out = tl.where(in_row, out, 0.0)
+        tiles.put(y + start * step + at, out, (n < last) & (p < P) & (c < C), EVEN)

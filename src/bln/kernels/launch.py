@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-
-from . import tiles
+from math import gcd, prod
+from typing import Any
 
 _ACROSS = 128  # features at most where positions lie side by side: threads hold some of each, and sums of them
-_RESIDENT = 16384  # values of a slab that registers hold; in backward, half of it
+_RESIDENT = 16384  # values of a slab that registers hold; of two tensors in float32, half of it
 _LANES = 32  # positions of a tile where they lie side by side: a warp's threads
 
 
@@ -35,24 +35,26 @@ class Launch:
     """How to go through ``x[n, p, c]``.
 
     Attributes:
-        kind: The arrangement of a tile, one of ``tiles``.
-        tile: Its extents; all features are in it.
-        side: Values a thread reads side by side, where features lie last.
+        tile: Extents of a tile, as ``tiles`` arranges them; all features are in it.
+        across: Positions, not features, lie side by side in memory.
+        side: Values a thread reads side by side.
+        long: There are so many values that 32 bits do not count them.
         even: Tiles cover the input exactly.
         warps: For each program.
         blocks: Tiles along positions.
         resident: Whole slabs are held in registers.
         programs: Of a resident grid, which goes from block to block.
-        stages: Blocks a resident grid has under way, the next ones being loaded while it works on one.
+        stages: Tiles a program has under way, the next ones being loaded while it works on one.
         splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
             are two launches.
         run: Samples of each.
         swapped: The rows of a tile are positions, not samples.
     """
 
-    kind: int
-    tile: tuple[int, int, int]
+    tile: tuple[int, int, int, int]
+    across: bool
     side: int
+    long: bool
     even: bool
     warps: int
     blocks: int
@@ -66,21 +68,27 @@ class Launch:
     @property
     def samples(self) -> int:
         """Of a tile."""
-        return 1 if self.swapped else _rows(self.kind, self.tile)
+        return 1 if self.swapped else _rows(self.tile, self.across)
 
     @property
     def positions(self) -> int:
         """Of a tile."""
         if self.swapped:
-            return _rows(self.kind, self.tile)
-        return self.tile[2] if self.kind == tiles.ACROSS else 1
+            return _rows(self.tile, self.across)
+        return self.tile[-1] if self.across else 1
 
     @cached_property
-    def constants(self) -> dict[str, int | bool]:
+    def constants(self) -> dict[str, Any]:
         """What every kernel is launched with. Multiplications and additions may be fused, as Triton long did."""
-        a, b, last = self.tile
-        shape = {"A": a, "B": b, "L": last, "BN": self.samples, "BP": self.positions, "KIND": self.kind}
-        return {**shape, "SIDE": self.side, "EVEN": self.even, "num_warps": self.warps, "enable_fp_fusion": True}
+        shape = {"TILE": self.tile, "BN": self.samples, "BP": self.positions, "ACROSS": self.across, "SIDE": self.side}
+        return {
+            **shape,
+            "LONG": self.long,
+            "EVEN": self.even,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+            "enable_fp_fusion": True,
+        }
 
     @property
     def flags(self) -> int:
@@ -88,41 +96,58 @@ class Launch:
         return self.programs if self.resident else self.blocks
 
 
-def _rows(kind: int, tile: tuple[int, int, int]) -> int:
-    return {tiles.NARROW.value: tile[0] * tile[1], tiles.WIDE.value: tile[1], tiles.ACROSS.value: tile[0]}[kind]
+def _rows(tile: tuple[int, int, int, int], across: bool) -> int:
+    return tile[0] * (1 if across else tile[1])
+
+
+def fitting(stages: int, size: int, shared: int) -> int:
+    """So many stages, or as many as there is memory for: tiles loaded ahead are kept there, and sums take some, too."""
+    return max(1, min(stages, 1 + shared * 3 // 4 // size))
+
+
+def _long(n: int, p: int, c: int) -> bool:
+    return n * p * c >= 2**31
 
 
 def arrange(
-    n: int, c: int, itemsize: int, across: bool, warps: int, values: int, once: bool = False
-) -> tuple[int, tuple[int, int, int], int]:
-    """Kind, extents and side of a tile with so many values for each thread, if there are as many samples.
+    n: int, c: int, across: bool, warps: int, values: int, held: int, side: int
+) -> tuple[tuple[int, int, int, int], int]:
+    """Extents and side of a tile with so many values for each thread, if there are as many samples.
 
-    ``once`` says that columns are loaded once and not for each tile.
+    Of a row, a thread holds so many features, so many side by side: the fewer threads share a row, the fewer times
+    sums over it go from thread to thread.
     """
     features, samples = power_of_two(c), power_of_two(n)
     if across:
-        return tiles.ACROSS.value, (max(1, min(samples, values * warps // features)), features, _LANES), 1
-    side = 8 if itemsize == 2 and (once or features < 32 * warps) else 4
-    if features <= 32 * side:
-        rows = min(samples, warps * 32 * side // features)
-        tile = max(1, min(samples // rows, values // side)), rows, features
-        return tiles.NARROW.value, tile, side if c % side == 0 else 1
-    side = 4
-    pieces = max(1, min(values // side, features // (32 * side)))
-    row = features // pieces
-    rows = warps * 32 * side // row * max(1, values // (pieces * side))
-    return tiles.WIDE.value, (pieces, max(1, min(samples, rows)), row), side if c % side == 0 else 1
+        return (max(1, min(samples, 32, values * warps // (features * side))), features, 1, _LANES * side), side
+    held = min(held, features)
+    side = min(side, held)
+    rows = max(1, min(samples, warps * 32 * held // features))
+    tile = max(1, min(samples // rows, values // held)), rows, held // side, features // (held // side)
+    return tile, gcd(c, side)
 
 
 def swept(
-    n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, warps: int, values: int, splits: int
+    n: int,
+    p: int,
+    c: int,
+    *,
+    across: bool,
+    masked: bool,
+    warps: int,
+    values: int,
+    held: int,
+    side: int,
+    splits: int,
+    stages: int = 1,
 ) -> Launch:
     """A launch that sweeps over slabs, in up to so many runs of samples."""
-    kind, tile, side = arrange(n, c, itemsize, across, warps, values)
-    samples, positions = _rows(kind, tile), tile[2] if across else 1
+    tile, side = arrange(n, c, across, warps, values, held, side)
+    samples, positions = _rows(tile, across), tile[-1] if across else 1
     run = cdiv(cdiv(n, splits), samples) * samples  # whole tiles
     even = not masked and n % samples == 0 and power_of_two(c) == c and p % positions == 0
-    return Launch(kind, tile, side, even, warps, cdiv(p, positions), splits=cdiv(n, run), run=run)
+    blocks = cdiv(p, positions)
+    return Launch(tile, across, side, _long(n, p, c), even, warps, blocks, splits=cdiv(n, run), run=run, stages=stages)
 
 
 def training(
@@ -154,64 +179,89 @@ def training(
         shared: Bytes of shared memory a program may have.
         alone: Statistics are those of this process alone; else other ranks have to be asked between two sweeps.
     """
-    features, samples = power_of_two(c), power_of_two(n)
-    slab = features * samples
-    held = alone and not (masked or pooled or across) and features <= 128
-    if held and slab <= (_RESIDENT // 2 if backward else _RESIDENT):
-        # Few warps that each do much: warps of a program wait for each other. 64 values for each thread, in backward
-        # 32, are as many as registers hold. (128, 3136, 64) in float32 takes 1.31 times a copy so, 1.54 with half as
-        # many values; in bfloat16 1.66 with the next blocks loaded meanwhile, 2.2 without.
-        warps = max(1, slab // (1024 if backward or (itemsize == 4 and slab <= 2048) else 2048))
-        if features == 128 and slab == 8192 and p <= 2 * processors:  # (64, 80, 128) in backward: 2.3, with 8 warps 2.6
-            warps = 4
-        kind, tile, side = arrange(n, c, itemsize, across, warps, slab, once=not backward)
-        even = samples == n and features == c
-        programs = min(p, processors * max(1, (16 if backward and warps < 8 else 8) // warps))
-        size = (2 if backward else 1) * slab * itemsize  # of what a stage loads; sums take some of the memory, too
-        stages = 1 if p <= 2 * processors else max(1, min(3, 1 + shared * 3 // 4 // size))
-        return Launch(kind, tile, side, even, warps, p, True, programs, stages=stages)
+    features, slab = power_of_two(c), power_of_two(c) * power_of_two(n)
+    size = (2 if backward else 1) * itemsize  # of what is loaded for each value
 
-    blocks = cdiv(p, _LANES) if across else p
-    # More than two programs for a processor only make more partial results: (256, 3136, 64) with positions side by side
-    # takes 3.0 times a copy in 2 runs of samples, 3.7 in 6; (256, 197, 768) 2.7 in 2, 3.0 in 3, and 3.3 in one.
+    whole = _RESIDENT // (2 if backward and itemsize == 4 else 1)
+    if alone and not (masked or pooled or across) and features <= 128 and slab <= whole:
+        # Few warps that each do much: warps of a program wait for each other, and what is done for columns is done for
+        # each warp. (128, 3136, 64) takes 1.4 times a copy with 64 values for each thread, 2.3 with 32; backward 1.5
+        # and 2.2 times an addition. Of two tensors in float32, registers hold 32 each; small slabs are done best so.
+        # Sixteen threads for a row, but where registers are short eight: (256, 3136, 64) takes 1.5 so, else 2.0.
+        few = p <= 2 * processors
+        warps = max(1, slab // (1024 if backward and (slab < 8192 or (itemsize == 4 and not few)) else 2048))
+        short = itemsize == 2 and features <= 64 and slab >= (8192 if backward else 16384)
+        held, side = (8, 8) if short else (max(4, features // 16), 4)
+        tile, side = arrange(n, c, across, warps, slab, held, side)
+        even = power_of_two(n) == n and features == c
+        programs = min(p, processors * max(1, 8 // warps))
+        stages = 1 if few else fitting(3, size * slab, shared)  # (256, 3136, 64) with one block ahead and not two: 2.2
+        return Launch(tile, across, side, _long(n, p, c), even, warps, p, True, programs, stages=stages)
+
     if across:
-        warps, values = max(1, min(8, features // 16)), 16 if backward else 32
-        splits = 1 if blocks >= 2 * processors else cdiv(2 * processors, blocks)
+        # Two positions for each thread where they are even in number: (128, 3136, 64) takes 1.9 times a copy so, 2.2
+        # with one. No more programs than run at a time: 294 of them, with room for 264, take 2.8.
+        small = n * features <= 512
+        side = 1 if small else gcd(p, 2)
+        warps, values = max(1, min(8, features // 16)), 32 if backward else 32 * side
+        if backward and itemsize == 4 and not small:
+            warps = min(8, 2 * warps)
+        splits = max(1, 2 * processors // cdiv(p, _LANES * side))
+        return swept(n, p, c, across=True, masked=masked, warps=warps, values=values, held=1, side=side, splits=splits)
+
+    # A row within a warp, or two or four: (32, 512, 1024) takes 1.6 times a copy with 16 features for each thread and
+    # two rows at a time, 2.1 with 32. What matters most is that enough is under way: with no tile ahead it takes 2.5,
+    # with two 2.1, with three 1.9.
+    held = min(32 if p == 1 or features > 2048 else 16, max(8, features // 32))
+    warps, splits, stages = max(2, features // (32 * held)), 1, 4
+    if features <= 128:
+        many = not backward if p == 1 else itemsize == 2
+        warps, values, stages = (2, 32, 3) if many else (4, 16, 3)
+    elif features <= 256:
+        values = 16 if backward else 32
     else:
-        splits = 1 if blocks >= processors and slab <= 2**17 else cdiv(2 * processors, blocks)
-        # Rows of up to 512 features within a warp, longer ones within a few: (32, 196, 512) takes 2.6 times a copy with
-        # 2 warps, 3.4 with 4. (32, 512, 1024) in float32 takes 1.8 within a warp, 2.0 within two; but (256, 197, 768),
-        # where programs share slabs, 2.1 and 1.9.
-        within = features <= 512 or (features <= 1024 and splits == 1)
-        warps = 2 if features > 128 and within else 4
-        values = 32 if within and not backward else 16
-        if backward and features == 256 and itemsize == 4:  # (64, 784, 256) takes 1.85 times an addition, else 2.0
-            warps = 4
-        if backward and features > 512:
-            # One row at a time: (256, 197, 768) in float32 takes 2.0 times an addition so, 2.4 with two.
-            warps, values = min(8, features // 256), 8 if features <= 2048 else 16
-            splits = splits if splits == 1 else cdiv(16 // warps * processors, blocks)
-        if p == 1:  # partial results are as long as rows: few of them where rows are few
-            warps = 4 if features <= 1024 else 8
-            splits = min(8 * processors, max(processors, n // (32 if features <= 512 else 16)))
-            if features > 1024:  # (4096, 1, 4096) in float32 takes 1.96 times a copy in 256 runs, 2.24 in 128
-                splits = min(2 * processors, max(processors, n // (32 if backward else 16)))
-    return swept(n, p, c, itemsize=itemsize, across=across, masked=masked, warps=warps, values=values, splits=splits)
+        values = max(held, 32 if features <= (512 if backward else 1024) else 16)
+    if p == 1:  # partial results are as long as rows: few of them where rows are few
+        if features <= 256:
+            stages, most = (1, 4 if backward else 8) if features <= 128 else (3, 4)
+        else:
+            stages, most = (5, 2) if features <= 1024 else (4, 1 if backward and features > 2048 else 2)
+        if features > 512 and features != c and not backward:  # with rows of 768, 2.8 times a copy, else 3.4
+            warps = min(32, 2 * warps)
+        splits = min(most * processors, max(processors, n // 16))
+    elif p < processors or slab > 2**17:  # (256, 197, 768) takes 2.4 in four runs of samples, one row at a time
+        values = held if features > 512 else values
+        splits = max(1, (6 if warps == 2 else 2) * processors // p)
+    stages = 1 if masked else fitting(stages, size * values * warps * 32, shared)
+    return swept(
+        n, p, c, across=False, masked=masked, warps=warps, values=values, held=held, side=4, splits=splits,
+        stages=stages,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def inference(n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, processors: int) -> Launch:
+def inference(
+    n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, processors: int, shared: int
+) -> Launch:
     """The heuristic for inference. Rows are summed in the same order for any n."""
     features = power_of_two(c)
+    held = max(4, min(32 if features > 2048 else 16, features // 32))
     if across:
-        warps, values = max(1, min(8, features // 16)), 32
-    else:  # (64, 784, 256) takes 1.7 times a copy, 2.4 with 32 values for each thread
-        warps, values = 2 if features <= 128 else 4 if features <= 2048 else 8, 16
+        side, stages = gcd(p, 4 // itemsize), 1
+        warps, values = max(1, min(8, features // 16)), 32 * side
+    else:  # (4096, 1, 4096) takes 1.1 times a copy in float32 with two tiles ahead, 1.3 with none
+        warps = 2 if features <= 1024 else 4 if features <= 4096 else 8
+        side, values, stages = 4, max(16, held), 3
     swapped = not across and n < 8
-    kind, tile, side = arrange(max(p if swapped else n, 16), c, itemsize, across, warps, values)
-    rows = _rows(kind, tile)
-    samples, positions = (1, rows) if swapped else (rows, tile[2] if across else 1)
+    least = max(16, warps * 128 // features)  # rows enough that each thread has some, or it would have less of each
+    tile, side = arrange(max(p if swapped else n, least), c, across, warps, values, held, side)
+    stages = 1 if masked else fitting(stages, prod(tile) * itemsize, shared)
+    rows = _rows(tile, across)
+    samples, positions = (1, rows) if swapped else (rows, tile[-1] if across else 1)
     blocks = cdiv(p, positions)
-    run = samples * max(1, min(16, n * blocks // (samples * 8 * processors)))
-    even = not masked and n % samples == 0 and features == c and p % positions == 0
-    return Launch(kind, tile, side, even, warps, blocks, splits=cdiv(n, run), run=run, swapped=swapped)
+    run = samples * max(1, min(16, n * blocks // (samples * 32 // warps * processors)))
+    even = not (masked or swapped) and n % samples == 0 and features == c and p % positions == 0
+    return Launch(
+        tile, across, side, _long(n, p, c), even, warps, blocks, splits=cdiv(n, run), run=run, swapped=swapped,
+        stages=stages,
+    )  # fmt: skip

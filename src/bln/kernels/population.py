@@ -83,14 +83,11 @@ def enter(
     old_m = tl.load(inverse_m + p, mask=real)
 
     tiles.wait_for_previous(CHAINED)
-    columns = P.to(tl.int64) * C
-    averages = statistics + 2 * (columns + P.to(tl.int64) * N)
     column = at
     if ACROSS:
         column = c.to(tl.int64) * P + p
-    mean = tl.load(statistics + column, mask=in_column)
-    var = tl.load(statistics + columns + column, mask=in_column)
-    mean_F, var_F = tl.load(averages + p, mask=real), tl.load(averages + P + p, mask=real)
+    mean, var = tiles.load_pair(statistics, column, in_column)
+    mean_F, var_F = tiles.load_pair(statistics, P.to(tl.int64) * (C + N) + p, real)
     program = tl.arange(0, BF)
     bad = tl.sum(1.0 - tl.load(finite + program, mask=program < programs, other=1.0))
     tl.debug_barrier()  # every warp holds a copy of the counters, and must have read before one writes

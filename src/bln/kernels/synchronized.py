@@ -68,7 +68,7 @@ def _join(means, squares, counts, step, row_step, part, parts, real, inside, BS:
 @triton.jit(do_not_specialize=["P", "C", "known", "parts", "m"])
 def pack(
     partials, message, P, C, known, parts, m,
-    KIND: tl.constexpr, POOLED: tl.constexpr, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    ACROSS: tl.constexpr, POOLED: tl.constexpr, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Partial results of ``P`` positions as the message of a rank, for ``known`` of them, features last."""
     tiles.wait_for_previous(CHAINED)
@@ -77,7 +77,7 @@ def pack(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     p, c = at // C, at % C
     real, inside = p < P, at < all_columns
-    means, counts = partials + tiles.column_offset(p, c, P, C, KIND), partials + 2 * parts * columns + p
+    means, counts = partials + tiles.column_offset(p, c, P, C, ACROSS), partials + 2 * parts * columns + p
     count, mean, square = _join(means, means + parts * columns, counts, columns, P, part, parts, real, real, BS)
     tl.store(message + at, mean, mask=inside)
     tl.store(message + all_columns + at, square, mask=inside)
@@ -99,7 +99,7 @@ def _row(table, row, number: tl.constexpr):
 def join(
     messages, joined, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
     ranks, P, C, known, momentum,
-    KIND: tl.constexpr, POOLED: tl.constexpr, LEARN: tl.constexpr, AVERAGE: tl.constexpr, CHAINED: tl.constexpr,
+    ACROSS: tl.constexpr, POOLED: tl.constexpr, LEARN: tl.constexpr, AVERAGE: tl.constexpr, CHAINED: tl.constexpr,
     BS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """The messages of all ranks as one partial result of ``P`` positions, and ``1/m`` behind it; and the population,
@@ -148,7 +148,7 @@ def join(
             _, mean, square = _join(
                 messages + at, messages + columns + at, counts, step, step, part, ranks, real, inside, BS
             )
-            to = joined + tiles.column_offset(p, c, P, C, KIND)
+            to = joined + tiles.column_offset(p, c, P, C, ACROSS)
             tl.store(to, mean, mask=own & inside)
             tl.store(to + own_columns, square, mask=own & inside)
             overflow += tl.sum(square * 0.0, 2, keep_dims=True)
@@ -209,7 +209,7 @@ def _message(
     block = 2048 // tall
     pack[(launch.cdiv(known * c, block),)](
         partials, message, p, c, known, parts, x.shape[0],
-        KIND=chosen.kind, POOLED=not task.per_position, BS=tall, BLOCK=block, **chain(x.device)[1],
+        ACROSS=chosen.across, POOLED=not task.per_position, BS=tall, BLOCK=block, **chain(x.device)[1],
     )  # fmt: skip
     return message
 
@@ -218,7 +218,7 @@ def _join_messages(
     messages: Tensor,
     p: int,
     c: int,
-    kind: int,
+    across: bool,
     task: synchronized.Task,
     remember: tuple[Population, float | None] | None,
 ) -> Tensor:
@@ -236,7 +236,7 @@ def _join_messages(
     programs = min(launch.cdiv(known, high), 2 * processors(messages.device))
     join[(programs,)](
         messages, joined, *(kept or (None,) * 7), ranks, p, c, known, 0.0 if momentum is None else momentum,
-        KIND=kind, POOLED=not task.per_position, LEARN=remember is not None, AVERAGE=momentum is None,
+        ACROSS=across, POOLED=not task.per_position, LEARN=remember is not None, AVERAGE=momentum is None,
         BS=tall, BP=high, BC=wide, BF=min(1024, launch.power_of_two(known)),
         num_warps=max(1, min(8, tall * high * wide // 256)), **chain(messages.device)[0],
     )  # fmt: skip
@@ -263,7 +263,7 @@ class _Train(torch.autograd.Function):
         statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
         chosen = choose(slabs, x.element_size(), x.device, False, False, alone=False)
         message = _message(x, statistics, slabs, numbers, chosen, task)
-        joined = _join_messages(synchronized.gather(message, task.group), q, c, chosen.kind, task, remember)
+        joined = _join_messages(synchronized.gather(message, task.group), q, c, chosen.across, task, remember)
         inverse_m = joined[q * (2 * c + 3) :]
         y = torch.empty_like(x)
         forward.sweep[(chosen.blocks * chosen.splits,)](

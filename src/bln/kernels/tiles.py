@@ -1,18 +1,17 @@
-"""What all kernels share: tiles of ``x[n, p, c]`` in three arrangements, and sums over them.
+"""What all kernels share: tiles of ``x[n, p, c]`` in two arrangements, and sums over them.
 
-The threads of a warp lie along the last dimension ``L`` of a tile, the warps along a dimension ``B``; along the other,
-``A``, each thread holds everything itself.
+Of the four dimensions of a tile, the threads of a warp lie along the last, ``L``, and where that is short, they and the
+warps along ``B``; of ``A`` and ``H`` each thread holds everything itself.
 
-              A         B         L
-    NARROW    samples   samples   features    a row of features within a warp
-    WIDE      features  samples   features    a row within one warp or a few
-    ACROSS    samples   features  positions   positions lie side by side in memory, and each thread has its own
+              A         B         H         L
+    else      samples   samples   features  features    a row of features within a warp, or a few of them
+    ACROSS    samples   features  -         positions   positions lie side by side in memory, each thread has its own
 
-Which of the first two dimensions the compiler gives to warps has changed between its versions: see ``WARPS``.
+Which dimension the compiler gives to warps has changed between its versions: see ``WARPS``.
 
-Indices and sums keep three dimensions, those they do not depend on being 1, so that everything else is written once.
+Indices and sums keep four dimensions, those they do not depend on being 1, so that everything else is written once.
 Columns are what depends on features and positions, rows what depends on samples and positions. ``EVEN`` says that tiles
-cover the input exactly, so that nothing has to be masked.
+cover the input exactly, so that nothing has to be masked; ``LONG``, that 32 bits do not count all values.
 """
 
 from __future__ import annotations
@@ -20,47 +19,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NARROW = tl.constexpr(0)
-WIDE = tl.constexpr(1)
-ACROSS = tl.constexpr(2)
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-WARPS = tl.constexpr(int(VERSION >= (3, 7)))  # where B stands
-HELD = tl.constexpr(1 - WARPS.value)  # where A stands
+WARPS = tl.constexpr(2 if VERSION >= (3, 7) else 0)  # where B stands
+HELD = tl.constexpr(0 if VERSION >= (3, 7) else 1)  # where A stands
+PIECES = tl.constexpr(1 if VERSION >= (3, 7) else 2)  # where H stands
+LANES = tl.constexpr(3)  # where L stands
+ZERO_AND_ONE = tl.constexpr(0x3F800000_00000000)  # as two float32, the first one lower
 TOGETHER = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would combine values pair by pair
 
 
 @triton.jit
-def indices(A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, KIND: tl.constexpr, SIDE: tl.constexpr):
+def indices(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
     """Samples, positions and features of a tile; and features with the warps they are in, to load columns with."""
-    if HELD == 0:
-        a, b = tl.arange(0, A)[:, None, None], tl.arange(0, B)[None, :, None]
+    a, b, h = tl.arange(0, TILE[0]), tl.arange(0, TILE[1]), tl.arange(0, TILE[2])
+    if WARPS == 0:
+        a, b, h = a[None, :, None, None], b[:, None, None, None], h[None, None, :, None]
     else:
-        a, b = tl.arange(0, A)[None, :, None], tl.arange(0, B)[:, None, None]
-    last = tl.arange(0, L)[None, None, :]
-    one = tl.zeros([1, 1, 1], tl.int32)
-    if KIND == NARROW:
-        n, p, c, folded = a * B + b, one, last, last + (b * 0 if SIDE < 8 else 0)
-    elif KIND == WIDE:
-        n, p, c, folded = b, one, a * L + last, a * L + last + b * 0
-    else:
+        a, b, h = a[:, None, None, None], b[None, None, :, None], h[None, :, None, None]
+    last = tl.arange(0, TILE[3])[None, None, None, :]
+    if ACROSS:
         n, p, c, folded = a, last, b, b
+    else:
+        n, p, c = b * TILE[0] + a, tl.zeros([1, 1, 1, 1], tl.int32), h * TILE[3] + last
+        folded = c + (b * 0 if SIDE < 8 else 0)
     return n, p, c, folded
 
 
 @triton.jit
-def features(C, SIDE: tl.constexpr):
-    """Their number, known to be a multiple of ``SIDE`` and no more: so many values a thread reads side by side.
+def sides(P, C, ACROSS: tl.constexpr, SIDE: tl.constexpr):
+    """Positions and features; those side by side in memory known to be a multiple of ``SIDE``, and no more: so many
+    values a thread reads at once.
 
-    With 4, of the input as of columns in float32, a thread has all columns it needs. With 8, of a 16-bit input,
-    columns go from thread to thread, which takes few of them.
+    With 4 features, of the input as of columns in float32, a thread has all columns it needs. With 8, of a 16-bit
+    input, columns go from thread to thread, which takes few of them.
     """
-    return (C // SIDE) * SIDE
+    if ACROSS:
+        P = (P // SIDE) * SIDE
+    else:
+        C = (C // SIDE) * SIDE
+    return P, C
 
 
 @triton.jit
-def column_offset(p, c, P, C, KIND: tl.constexpr):
+def column_offset(p, c, P, C, ACROSS: tl.constexpr):
     """Where something is that there is for each column."""
-    if KIND == ACROSS:
+    if ACROSS:
         at = c * P + p
     else:
         at = p.to(tl.int64) * C + c
@@ -68,38 +71,42 @@ def column_offset(p, c, P, C, KIND: tl.constexpr):
 
 
 @triton.jit
-def offset(n, p, c, P, C, KIND: tl.constexpr):
-    """Where values are. Nothing is known about P, so that each thread reads one position, not some side by side."""
-    if KIND == ACROSS:
+def offset(n, p, c, P, C, ACROSS: tl.constexpr, LONG: tl.constexpr):
+    """Where values are."""
+    if ACROSS:
         at = (n * C + c) * P + p
-    else:
+    elif LONG:
         at = (n.to(tl.int64) * P + p) * C + c
+    else:  # half as many registers hold where to read
+        at = (n * P + p) * C + c
     return at
 
 
 @triton.jit
-def row_offset(n, p, N, P, KIND: tl.constexpr):
+def row_offset(n, p, N, P, ACROSS: tl.constexpr, LONG: tl.constexpr):
     """Where something is that there is for each row."""
-    if KIND == ACROSS:
+    if ACROSS:
         at = n * P + p
-    else:
+    elif LONG:
         at = p.to(tl.int64) * N + n
+    else:
+        at = p * N + n
     return at
 
 
 @triton.jit
-def strides(P, C, KIND: tl.constexpr):
-    """From a sample to the next: of values, and of rows."""
-    row = P.to(tl.int64)
-    if KIND != ACROSS:
-        row = P.to(tl.int64) * 0 + 1
+def strides(P, C, ACROSS: tl.constexpr):
+    """From a sample to the next: of values, and of pairs for each row."""
+    row = P.to(tl.int64) * 2
+    if not ACROSS:
+        row = P.to(tl.int64) * 0 + 2
     return P.to(tl.int64) * C, row
 
 
 @triton.jit
 def real_rows(n, p, last, P, hidden, MASKED: tl.constexpr):
     """Which rows exist, and are not hidden: ``hidden[n, p]`` is 0 at real entries."""
-    real = (n >= 0) & (n < last) & (p < P)
+    real = (n < last) & (p < P)
     if MASKED:
         real = real & (tl.load(hidden + n.to(tl.int64) * P + p, mask=real, other=1) == 0)
     return real
@@ -134,34 +141,51 @@ def put(pointers, values, real, EVEN: tl.constexpr):
 
 
 @triton.jit
-def over_features(t, KIND: tl.constexpr):
-    """For each row."""
-    if KIND == NARROW:
-        total = tl.sum(t, 2, keep_dims=True)
-    elif KIND == WIDE:
-        total = tl.sum(tl.sum(t, HELD, keep_dims=True), 2, keep_dims=True)
+def store_pair(pointer, at, first, second, inside, EVEN: tl.constexpr = False):
+    """Two numbers that stand side by side, as one: on the way to those threads that write, it goes once."""
+    low, high = first.to(tl.uint32, bitcast=True).to(tl.uint64), second.to(tl.uint32, bitcast=True).to(tl.uint64)
+    to = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + at
+    if EVEN:
+        tl.store(to, (high << 32) | low)
     else:
+        tl.store(to, (high << 32) | low, mask=inside)
+
+
+@triton.jit
+def load_pair(pointer, at, inside, EVEN: tl.constexpr = False):
+    """What ``store_pair`` stored; 0 and 1, as mean and variance, where there is nothing."""
+    of = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + at
+    if EVEN:
+        pair = tl.load(of)
+    else:
+        pair = tl.load(of, mask=inside, other=ZERO_AND_ONE)
+    return pair.to(tl.uint32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def over_features(t, ACROSS: tl.constexpr):
+    """For each row."""
+    if ACROSS:
         total = tl.sum(t, WARPS, keep_dims=True)
+    else:
+        total = tl.sum(tl.sum(t, PIECES, keep_dims=True), LANES, keep_dims=True)
     return total
 
 
 @triton.jit
-def fold(t, KIND: tl.constexpr):
+def fold(t):
     """Over those samples a thread has itself: what a loop adds up."""
-    total = t
-    if KIND != WIDE:
-        total = tl.sum(t, HELD, keep_dims=True)
-    return total
+    return tl.sum(t, HELD, keep_dims=True)
 
 
 @triton.jit
-def over_samples(t, KIND: tl.constexpr, POOLED: tl.constexpr):
+def over_samples(t, ACROSS: tl.constexpr, POOLED: tl.constexpr):
     """Of what was folded: for each column, where statistics are pooled those of all positions of the tile together."""
     total = t
-    if KIND != ACROSS:
+    if not ACROSS:
         total = tl.sum(t, WARPS, keep_dims=True)
     elif POOLED:
-        total = tl.sum(t, 2, keep_dims=True)
+        total = tl.sum(t, LANES, keep_dims=True)
     return total
 
 
@@ -171,37 +195,63 @@ def _add_triples(a, b, c, d, e, f):
 
 
 @triton.jit
-def all_over_samples(t, u, v, KIND: tl.constexpr, POOLED: tl.constexpr):
+def all_over_samples(t, u, v, ACROSS: tl.constexpr, POOLED: tl.constexpr):
     """Three sums ``over_samples`` at once: warps have to meet once and not three times."""
     if not TOGETHER:
-        t, u, v = over_samples(t, KIND, POOLED), over_samples(u, KIND, POOLED), over_samples(v, KIND, POOLED)
-    elif KIND != ACROSS:
+        t, u, v = over_samples(t, ACROSS, POOLED), over_samples(u, ACROSS, POOLED), over_samples(v, ACROSS, POOLED)
+    elif not ACROSS:
         t, u, v = tl.reduce((t, u, v), WARPS, _add_triples, keep_dims=True)
     elif POOLED:
-        t, u, v = tl.reduce((t, u, v), 2, _add_triples, keep_dims=True)
+        t, u, v = tl.reduce((t, u, v), LANES, _add_triples, keep_dims=True)
     return t, u, v
 
 
 @triton.jit
-def entries(in_row, p, BN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, POOLED: tl.constexpr):
+def _add_fours(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def all_sums(t, u, v, w):
+    """Four sums over the first dimension at once."""
+    if TOGETHER:
+        t, u, v, w = tl.reduce((t, u, v, w), 0, _add_fours, keep_dims=True)
+    else:
+        t, u = tl.sum(t, 0, keep_dims=True), tl.sum(u, 0, keep_dims=True)
+        v, w = tl.sum(v, 0, keep_dims=True), tl.sum(w, 0, keep_dims=True)
+    return t, u, v, w
+
+
+@triton.jit
+def batch_statistics(v, real, N, EVEN: tl.constexpr):
+    """Eqs 10 and 11 of a whole slab."""
+    mean = over_samples(fold(v), False, False) * (1.0 / N)
+    w = v - mean
+    if not EVEN:
+        w = tl.where(real, w, 0.0)
+    return mean, over_samples(fold(w * w), False, False) * (1.0 / N)
+
+
+@triton.jit
+def entries(in_row, p, BN: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr, POOLED: tl.constexpr):
     """How many of the rows of a tile enter each column."""
     if EVEN and POOLED:
-        count = tl.zeros([1, 1, 1], tl.float32) + BN * p.shape[2]
+        count = tl.zeros([1, 1, 1, 1], tl.float32) + BN * p.shape[3]
     elif EVEN:
         count = tl.zeros(p.shape, tl.float32) + BN
     else:
-        count = over_samples(fold(in_row.to(tl.float32), KIND), KIND, POOLED)
+        count = over_samples(fold(in_row.to(tl.float32)), ACROSS, POOLED)
     return count
 
 
 @triton.jit
-def feature_statistics(v, real, C, KIND: tl.constexpr, EVEN: tl.constexpr):
+def feature_statistics(v, real, C, ACROSS: tl.constexpr, EVEN: tl.constexpr):
     """Eqs 12 and 13, of values already in registers: the mean first, then the squares around it."""
-    mean = over_features(v, KIND) * (1.0 / C)
+    mean = over_features(v, ACROSS) * (1.0 / C)
     u = v - mean
     if not EVEN:
         u = tl.where(real, u, 0.0)
-    return mean, over_features(u * u, KIND) * (1.0 / C)
+    return mean, over_features(u * u, ACROSS) * (1.0 / C)
 
 
 @triton.jit
@@ -231,11 +281,10 @@ def transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT: tl.constexpr):
         g, b: Gamma and beta.
         SHORT: The values have 11 bits or fewer, so it does no harm that means cancel to 24.
     """
-    slope = tl.fma(s_F, g, s_B)
     if SHORT:
-        y = tl.fma(v, slope, tl.fma(-(mean_F * s_F), g, tl.fma(-mean_B, s_B, b)))
+        y = tl.fma(v, tl.fma(s_F, g, s_B), tl.fma(-(mean_F * s_F), g, tl.fma(-mean_B, s_B, b)))
     else:
-        y = tl.fma(v - mean_B, slope, tl.fma((mean_B - mean_F) * s_F, g, b))
+        y = tl.fma((v - mean_F) * s_F, g, tl.fma(v - mean_B, s_B, b))
     return y
 
 

@@ -69,22 +69,18 @@ def train(
         return y, None
 
     n, p, c, across, pooled = slabs
-    batch_mean, batch_var, feature_mean, feature_var = statistics[: 2 * p * (c + n)].split([p * c, p * c, p * n, p * n])
-    rows = [size for at, size in enumerate(x.shape) if at != channel_dim]
-    columns = [*(rows[1:] if per_position else ()), c]
+    columns, rows = statistics[: 2 * p * (c + n)].view(-1, 2).T.split([p * c, p * n], dim=1)
     if pooled:
-        batch_mean, batch_var = batch_mean[:c], batch_var[:c]
+        columns = columns[:, :c]
     elif across:
-        batch_mean, batch_var = batch_mean.view(c, p).T, batch_var.view(c, p).T
+        columns = columns.view(2, c, p).mT
     if not across:
-        feature_mean, feature_var = feature_mean.view(p, n).T, feature_var.view(p, n).T
-    return y, Statistics(
-        batch_mean.reshape(columns),
-        batch_var.reshape(columns),
-        feature_mean.reshape(rows),
-        feature_var.reshape(rows),
-        x.new_full((), 1 / x.shape[0], dtype=torch.float32) if left is None else left.inverse_m.view(columns[:-1]),
-    )
+        rows = rows.view(2, p, n).mT
+    shape = [size for at, size in enumerate(x.shape) if at != channel_dim]
+    positions = shape[1:] if per_position else []
+    inverse_m = x.new_full((), 1 / x.shape[0], dtype=torch.float32) if left is None else left.inverse_m.view(positions)
+    (batch_mean, batch_var), (feature_mean, feature_var) = columns.reshape(2, *positions, c), rows.reshape(2, *shape)
+    return y, Statistics(batch_mean, batch_var, feature_mean, feature_var, inverse_m)
 
 
 def _enter(
@@ -94,7 +90,7 @@ def _enter(
     n, p, c, across, pooled = slabs
     positions, entries = (1, n * p) if pooled else (p, n)
     columns = launch.power_of_two(c)
-    block = max(1, min(512 // columns, launch.power_of_two(positions)))
+    block = max(1, min(1024 // columns, launch.power_of_two(positions)))
     flags = chosen.flags
     finite = statistics[2 * p * (c + n + 1) :]
     _, after = chain(statistics.device)
@@ -124,7 +120,7 @@ def _forward(
     if chosen.resident:
         forward.resident[(chosen.programs,)](
             x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps,
-            STAGES=chosen.stages, **begin, **chosen.constants,
+            **begin, **chosen.constants,
         )  # fmt: skip
         return y, statistics, chosen
 
@@ -169,7 +165,7 @@ def measure(
         groups = launch.cdiv(parts, tile["BS"])
         joined = torch.empty(groups * q * (2 * c + 3), dtype=torch.float32, device=x.device)
         forward.merge[(launch.cdiv(q * c, tile["BLOCK"]), groups)](
-            partials, joined, q, c, parts, groups, KIND=chosen.kind, **tile, **after
+            partials, joined, q, c, parts, groups, ACROSS=chosen.across, **tile, **after
         )
         partials, parts = joined, groups
     return partials, parts
@@ -200,7 +196,7 @@ def _backward(
     if chosen.resident:
         backward.resident[(chosen.programs,)](
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
-            STAGES=chosen.stages, **begin, **chosen.constants,
+            **begin, **chosen.constants,
         )  # fmt: skip
         return dx, summed(rows.view(1, -1, 2 * c)).view(2, c)
 

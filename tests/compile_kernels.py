@@ -74,12 +74,12 @@ def resources(code: bytes) -> str:
     return f"{registers:>4} registers {spilled:>4} bytes spilled"
 
 
-def share(kernels, n, p, c, dtype, pooled, how):
+def share(kernels, n, p, c, dtype, training):
     """The sweeps of which other ranks hear in between."""
     back = kernels is backward
-    chosen = launch.training(n, p, c, backward=back, pooled=pooled, shared=232448, alone=False, **how)
+    chosen = launch.training(n, p, c, backward=back, alone=False, **training)
     constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
-    constants |= {"MASKED": False, "POOLED": pooled, "hidden": None}
+    constants |= {"MASKED": False, "POOLED": training["pooled"], "hidden": None}
     if back:
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
     else:
@@ -97,15 +97,16 @@ def main() -> None:
             (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
-            how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132}
+            how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132, "shared": 232448}
+            training = {**how, "pooled": pooled}
             for kernels, back in ((forward, False), (backward, True)):
-                chosen = launch.training(n, p, c, backward=back, pooled=pooled, shared=232448, **how)
+                chosen = launch.training(n, p, c, backward=back, **training)
                 constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
                 name = f"{kernels.__name__.split('.')[-1]} {about}"
                 if not masked:
-                    share(kernels, n, p, c, dtype, pooled, how)
+                    share(kernels, n, p, c, dtype, training)
                 if chosen.resident:
-                    build(kernels.resident, name, dtype, chosen.warps, constants | {"STAGES": chosen.stages})
+                    build(kernels.resident, name, dtype, chosen.warps, constants)
                     continue
                 constants |= {"MASKED": masked, "POOLED": pooled, "SHARED": False}
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
@@ -128,11 +129,11 @@ def main() -> None:
             )  # fmt: skip
     for dtype, side in (("*bf16", 8), ("*fp32", 4)):
         build(tiles.turn, "turn", dtype, 4, {"SIDE_P": 1, "SIDE_C": side, "BLOCK": 64})
-    build(forward.merge, "merge", "*fp32", 4, {"KIND": 0, "BS": 256, "BLOCK": 8})
+    build(forward.merge, "merge", "*fp32", 4, {"ACROSS": False, "BS": 256, "BLOCK": 8})
     build(backward.add, "add", "*fp32", 8, {"BS": 1024, "BLOCK": 8}, ["parts", "total"])
     for pooled in (True, False):
-        build(synchronized.pack, "pack", "*fp32", 4, {"KIND": 2, "POOLED": pooled, "BS": 256, "BLOCK": 8})
-        constants = {"KIND": 2, "POOLED": pooled, "LEARN": True, "AVERAGE": pooled}
+        build(synchronized.pack, "pack", "*fp32", 4, {"ACROSS": True, "POOLED": pooled, "BS": 256, "BLOCK": 8})
+        constants = {"ACROSS": True, "POOLED": pooled, "LEARN": True, "AVERAGE": pooled}
         constants |= {"BS": 2, "BP": 16, "BC": 64, "BF": 1024}
         build(synchronized.join, "join", "*fp32", 4, constants, ["inverse_m"])
     for average in (True, False):

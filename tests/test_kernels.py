@@ -107,6 +107,47 @@ def anew():
     slabs.choose.cache_clear()
 
 
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**15))
+
+
+@settings(max_examples=1000)
+@given(
+    n=sizes, p=sizes, c=sizes, itemsize=st.sampled_from([2, 4]), layout=st.sampled_from(["last", "across", "dense"]),
+    masked=st.booleans(), pooled=st.booleans(), alone=st.booleans(), processors=st.sampled_from([1, 20, 132]),
+    shared=st.sampled_from([0, 49152, 101376, 232448]),
+)  # fmt: skip
+def test_any_shape_has_a_launch_that_a_gpu_can_make(
+    n, p, c, itemsize, layout, masked, pooled, alone, processors, shared
+):
+    p = 1 if layout == "dense" else p
+    across = layout == "across" and p > 1 and launch.across(p, c)
+    how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": processors, "shared": shared}
+    training = {"pooled": pooled and across, "alone": alone, **how}
+    for each in (
+        launch.inference(n, p, c, **how),
+        launch.training(n, p, c, backward=False, **training),
+        launch.training(n, p, c, backward=True, **training),
+    ):
+        values = np.prod(each.tile)
+        assert all(size & (size - 1) == 0 for size in (*each.tile, each.warps, each.side))
+        assert values <= 2**20
+        assert each.warps <= 32
+        assert each.stages == 1 or (each.stages - 1) * values * itemsize <= shared
+        assert (p if across else c) % each.side == 0
+        assert each.blocks * each.positions >= p
+        if each.resident:
+            assert each.samples >= n
+        else:
+            assert (each.splits - 1) * each.run < n <= each.splits * each.run
+            assert each.run % each.samples == 0
+        if each.even:
+            assert (n % each.samples, p % each.positions, c) == (
+                0,
+                0,
+                each.tile[1] if across else np.prod(each.tile[2:]),
+            )
+
+
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "swept"])
 @pytest.mark.parametrize("processors", [1, 3])
 def test_ragged_shapes_layouts_types_and_masks(processors, resident, monkeypatch, anew):
@@ -249,6 +290,22 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6 * scale)  # another order of sums
 
 
+@pytest.mark.parametrize("swept", [False, True])
+@pytest.mark.parametrize(("along", "value", "enters"), [(0, 1e19, True), (0, 1e20, False), (2, 1e20, False)])
+def test_a_large_variance_enters_and_an_infinite_one_does_not(along, value, enters, swept, monkeypatch, anew):
+    """Of columns, finite ones whose sum is not; of rows, where no column varies."""
+    if swept:
+        monkeypatch.setattr(launch, "_RESIDENT", 0)
+    both = {"channel_dim": 2, "per_position": True, "eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
+    x = torch.full((2, 3, 64), value, device=DEVICE)
+    x.narrow(along, 0, x.shape[along] // 2).neg_()
+    population = Population(64, (3,)).to(DEVICE)
+    with np.errstate(over="ignore", invalid="ignore"):
+        kernels.train(x, None, None, **both, remember=(population, None))
+    assert population.updates.eq(int(enters)).all()
+    assert all(torch.isfinite(buffer).all() for buffer in population.buffers())
+
+
 def test_a_shorter_sequence_updates_the_first_positions():
     population = Population(4, (9,)).to(DEVICE)
     x = torch.randn(6, 5, 4, device=DEVICE)
@@ -296,7 +353,8 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known):
 
 @pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"])
 @pytest.mark.parametrize(
-    ("shape", "channel_dim"), [((40, 6, 24), -1), ((40, 300), 1), ((40, 24, 5, 5), 1), ((70, 3, 3), 1)]
+    ("shape", "channel_dim"),
+    [((40, 6, 24), -1), ((40, 300), 1), ((40, 24, 5, 5), 1), ((70, 3, 3), 1), ((64, 4, 8), -1), ((64, 4, 16), -1)],
 )
 def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim):
     case = to_device(case_of(shape, channel_dim))

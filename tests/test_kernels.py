@@ -123,16 +123,16 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
     across = layout == "across" and p > 1 and launch.across(p, c)
     how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": processors, "shared": shared}
     training = {"pooled": pooled and across, "alone": alone, **how}
-    for each in (
-        launch.inference(n, p, c, **how),
-        launch.training(n, p, c, backward=False, **training),
-        launch.training(n, p, c, backward=True, **training),
+    for tensors, each in (
+        (1, launch.inference(n, p, c, **how)),
+        (1, launch.training(n, p, c, backward=False, **training)),
+        (2, launch.training(n, p, c, backward=True, **training)),
     ):
         values = np.prod(each.tile)
         assert all(size & (size - 1) == 0 for size in (*each.tile, each.warps, each.side))
         assert values <= 2**20
         assert each.warps <= 32
-        assert each.stages == 1 or (each.stages - 1) * values * itemsize <= shared
+        assert each.stages == 1 or (each.stages - 1) * tensors * values * itemsize <= shared
         assert (p if across else c) % each.side == 0
         assert each.blocks * each.positions >= p
         if each.resident:

@@ -6,6 +6,8 @@ With ``g = dy * gamma``, and averages over samples for each column and over feat
        + w_F / sigma_F * (g - average(g) - x_F * average(g * x_F))
 
 Gradients of gamma and beta are float32 partial rows summed in a fixed order: the same bits each run.
+
+Loops load statistics before tiles: of loads that disagree on which threads hold what, the compiler follows the last.
 """
 
 from __future__ import annotations
@@ -34,6 +36,13 @@ def _row_sums(d, along, r_F, gamma, C, ACROSS: tl.constexpr):
 
 
 @triton.jit
+def _batch_averages(total, dot_B, r_B, w_B, gamma, count):
+    """Averages over samples of g, and of g times the distance to the batch mean, over its variance; times w / sigma."""
+    share = (gamma * (w_B / count)) * r_B
+    return share * total, share * (r_B * r_B) * dot_B
+
+
+@triton.jit
 def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT: tl.constexpr):
     """dx as two multiplications and additions for each value; ``s`` are w / sigma, and in the batch's averages."""
     slope = gamma * s_F + gamma * s_B
@@ -53,7 +62,7 @@ def resident(
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Whole slabs, one after the other, on a grid that stays."""
+    """Whole slabs, features last, one after the other, on a grid that stays."""
     tiles.begin_next(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     n, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
@@ -66,7 +75,7 @@ def resident(
     at, in_row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), n < N
     real = in_row & (c < C)
     for block in tl.range(tl.program_id(0), P, tl.num_programs(0), num_stages=STAGES):
-        p = block + ps  # what is loaded last decides for the compiler which threads hold what: that be the tiles
+        p = block + ps
         mean_B, r_B = _columns(statistics, p, folded, P, C, eps, ACROSS, EVEN)
         mean_F, var_F = tiles.load_pair(rows + block * (2 * N.to(tl.int64)), n, in_row, EVEN)
         r_F = tl.rsqrt(var_F + eps)
@@ -78,9 +87,9 @@ def resident(
             tiles.fold(d), tiles.fold(d * (v - mean_B)), tiles.fold(along * r_F), ACROSS, False
         )
         dbeta += total
-        s_B, average = w_B * r_B, (g * w_B * (1.0 / N)) * r_B
+        s_B = w_B * r_B
         dgamma += s_B * dot_B + w_F * dot_F
-        flat_B, along_B = average * total, average * (r_B * r_B) * dot_B
+        flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, N)
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT)
         tiles.put(dx + block * C.to(tl.int64) + at, out, real, EVEN)
     _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, folded, C, ACROSS)
@@ -222,8 +231,9 @@ def sweep(
         if SHARED:
             partials += split * 2 * (columns + blocks * C)
             to, in_column = partials + _shared_offset(q, folded, C, ACROSS), (q < Q) & (folded < C)
-            tl.store(to, s_B * (g * total), mask=in_column)
-            tl.store(to + C, s_B * (g * dot_B * (r_B * r_B)), mask=in_column)
+            flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, 1.0)  # sums, still
+            tl.store(to, flat_B, mask=in_column)
+            tl.store(to + C, along_B, mask=in_column)
             dgamma = tl.where(q < Q, s_B * dot_B + w_F * dot_F, 0.0)
             _store_parameters(partials + 2 * (columns + block * C), dgamma, total, c, folded, C, ACROSS)
         else:
@@ -259,7 +269,7 @@ def sweep(
                     _store_parameters(
                         rows + 2 * block.to(tl.int64) * C, dgamma, total, c if SUM else folded, folded, C, ACROSS
                     )
-            flat_B, along_B = s_B * (g * total / count), s_B * (g * dot_B * (r_B * r_B / count))
+            flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last,
             N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, MASKED, STAGES,

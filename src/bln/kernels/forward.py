@@ -39,7 +39,7 @@ def resident(
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Whole slabs, one after the other, on a grid that stays."""
+    """Whole slabs, features last, one after the other, on a grid that stays."""
     tiles.begin_next(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     n, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
@@ -260,10 +260,10 @@ def merge(
     squares = tl.load(partials + (parts + part) * columns + at, mask=found, other=0.0)
     counts = partials + 2 * parts * columns + part * P + p
     has = tl.load(counts, mask=found, other=0.0)
-    row_means = tl.load(counts + parts * P, mask=found & once, other=0.0)
-    row_vars = tl.load(counts + 2 * parts * P, mask=found & once, other=0.0)
-    count, total, sum_mean, sum_var = tiles.all_sums(has, has * means, row_means, row_vars)
-    mean = total / tl.maximum(count, 1.0)
+    sum_mean = tl.sum(tl.load(counts + parts * P, mask=found & once, other=0.0), 0, keep_dims=True)
+    sum_var = tl.sum(tl.load(counts + 2 * parts * P, mask=found & once, other=0.0), 0, keep_dims=True)
+    count = tl.sum(has, 0, keep_dims=True)
+    mean = tl.sum(has * means, 0, keep_dims=True) / tl.maximum(count, 1.0)
     moved = means - mean
     square = tl.sum(squares + has * moved * moved, 0, keep_dims=True)
     tl.store(joined + group * columns + at, mean, mask=at < columns)

@@ -12,7 +12,7 @@ from typing import Any
 
 _ACROSS = 128  # features at most where positions lie side by side: threads hold some of each, and sums of them
 _RESIDENT = 16384  # values of a slab that registers hold; of two tensors in float32, half of it
-_LANES = 32  # positions of a tile where they lie side by side: a warp's threads
+_LANES = 32  # threads of a warp, along positions where these lie side by side
 
 
 def power_of_two(value: int) -> int:

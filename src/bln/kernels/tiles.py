@@ -4,7 +4,7 @@ Of the four dimensions of a tile, the threads of a warp lie along the last, ``L`
 warps along ``B``; of ``A`` and ``H`` each thread holds everything itself.
 
               A         B         H         L
-    else      samples   samples   features  features    a row of features within a warp, or a few of them
+    last      samples   samples   features  features    features lie last: a row within a warp or a few
     ACROSS    samples   features  -         positions   positions lie side by side in memory, each thread has its own
 
 Which dimension the compiler gives to warps has changed between its versions: see ``WARPS``.
@@ -207,22 +207,6 @@ def all_over_samples(t, u, v, ACROSS: tl.constexpr, POOLED: tl.constexpr):
 
 
 @triton.jit
-def _add_fours(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
-
-
-@triton.jit
-def all_sums(t, u, v, w):
-    """Four sums over the first dimension at once."""
-    if TOGETHER:
-        t, u, v, w = tl.reduce((t, u, v, w), 0, _add_fours, keep_dims=True)
-    else:
-        t, u = tl.sum(t, 0, keep_dims=True), tl.sum(u, 0, keep_dims=True)
-        v, w = tl.sum(v, 0, keep_dims=True), tl.sum(w, 0, keep_dims=True)
-    return t, u, v, w
-
-
-@triton.jit
 def batch_statistics(v, real, N, EVEN: tl.constexpr):
     """Eqs 10 and 11 of a whole slab."""
     mean = over_samples(fold(v), False, False) * (1.0 / N)
@@ -272,7 +256,7 @@ def weights(inverse_m, mix_eps, scale):
 
 @triton.jit
 def transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT: tl.constexpr):
-    """Eqs 14-17 as one multiplication and one addition for each value.
+    """Eqs 14-17, in three operations for each value that has few bits, in five for others.
 
     Args:
         v: The values.

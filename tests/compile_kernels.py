@@ -93,7 +93,7 @@ def main() -> None:
     for dtype, itemsize in (("*bf16", 2), ("*fp32", 4)):
         for n, p, c, across, masked, pooled in (
             (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
-            (64, 784, 128, True, False, False), (256, 197, 768, False, False, False),
+            (25, 256, 6, True, False, False), (64, 784, 128, True, False, False), (256, 197, 768, False, False, False),
             (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"

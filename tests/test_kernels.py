@@ -141,11 +141,9 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
             assert (each.splits - 1) * each.run < n <= each.splits * each.run
             assert each.run % each.samples == 0
         if each.even:
-            assert (n % each.samples, p % each.positions, c) == (
-                0,
-                0,
-                each.tile[1] if across else np.prod(each.tile[2:]),
-            )
+            assert n % each.samples == p % each.positions == 0
+        assert each.width >= c
+        assert each.features in (0, c)
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "swept"])
@@ -172,9 +170,11 @@ def case_of(shape, channel_dim=1, per_position=True, dtype=torch.float32, mean=7
 
 SHAPES = [
     ((40, 2, 513), -1, True, 8),  # swept over by several, features not a power of two
+    ((40, 2, 384), -1, True, 8),  # the same, in whole pieces of a tile
     ((37, 300), 1, True, 4),  # dense
     ((300, 64), 1, True, 1),  # too large to be held
     ((6, 24, 5, 5), 1, True, 1),  # positions side by side
+    ((8, 16, 8, 8), 1, True, 1),  # the same, several blocks of them
     ((70, 64, 3, 3), 1, True, 2),  # the same, too large to be held
     ((6, 24, 5, 5), 1, False, 2),  # the same, pooled
     ((6, 130, 5, 5), 1, True, 2),  # more features than are taken so: copied
@@ -384,9 +384,10 @@ def test_gradients_through_inference(config, masked):
         x = case.x.detach().requires_grad_()
         y = engine(x, gamma, beta, case.mask, **options(case), kept=population, config=StatisticsConfig.parse(config))
         dx, dgamma, dbeta = torch.autograd.grad(y.pow(3).sum(), [x, gamma, beta], create_graph=True)
-        found.append([dx, dgamma, dbeta, *torch.autograd.grad(dx.square().sum(), [x, gamma])])
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+        found.append(([dx], [dgamma], [dbeta], torch.autograd.grad(dx.square().sum(), [x, gamma])))
+    for mine, theirs in zip(*found, strict=True):  # sums of terms that may be as large as the largest and cancel
+        size = max(float(gradient.detach().abs().max()) for gradient in theirs)
+        torch.testing.assert_close(list(mine), list(theirs), atol=3e-5 * size, rtol=0)
 
 
 def plain_inference(x, gamma, beta, mask, *, kept, config, **options):

@@ -19,9 +19,9 @@ from . import tiles
 
 
 @triton.jit
-def _columns(statistics, q, c, Q, C, eps, ACROSS: tl.constexpr, EVEN: tl.constexpr):
+def _columns(statistics, q, c, Q, C, eps, ACROSS: tl.constexpr, FULL: tl.constexpr):
     """Batch means and one over deviations, of which there are some for ``Q`` positions."""
-    mean_B, var_B = tiles.load_pair(statistics, tiles.column_offset(q, c, Q, C, ACROSS), (q < Q) & (c < C), EVEN)
+    mean_B, var_B = tiles.load_pair(statistics, tiles.column_offset(q, c, Q, C, ACROSS), (q < Q) & (c < C), FULL)
     return mean_B, tl.rsqrt(var_B + eps)
 
 
@@ -60,9 +60,10 @@ def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F
 def resident(
     x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
-    LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Whole slabs, features last, one after the other, on a grid that stays."""
+    """Whole slabs, in the manner of ``forward.resident``."""
     tiles.begin_next(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     n, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
@@ -72,15 +73,19 @@ def resident(
     rows = statistics + 2 * P.to(tl.int64) * C
     dgamma = tl.zeros((folded + ps).shape, tl.float32)
     dbeta = tl.zeros((c + ps).shape, tl.float32)
-    at, in_row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), n < N
-    real = in_row & (c < C)
-    for block in tl.range(tl.program_id(0), P, tl.num_programs(0), num_stages=STAGES):
-        p = block + ps
-        mean_B, r_B = _columns(statistics, p, folded, P, C, eps, ACROSS, EVEN)
-        mean_F, var_F = tiles.load_pair(rows + block * (2 * N.to(tl.int64)), n, in_row, EVEN)
+    at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
+    step, row_step = tiles.block_strides(N, C, BP, ACROSS)
+    in_row = tiles.real_rows(n, ps, N, P, None, EVEN, False)
+    for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
+        p = block * BP + ps
+        if ACROSS:
+            in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        mean_B, r_B = _columns(statistics, p, folded, P, C, eps, ACROSS, FULL)
+        mean_F, var_F = tiles.load_pair(rows + block * row_step, row, in_row, EVEN)
         r_F = tl.rsqrt(var_F + eps)
-        v = tiles.fetch(x + block * C.to(tl.int64) + at, real, EVEN).to(tl.float32)
-        d = tiles.fetch(dy + block * C.to(tl.int64) + at, real, EVEN).to(tl.float32)
+        v = tiles.fetch(x + block * step + at, real, FULL).to(tl.float32)
+        d = tiles.fetch(dy + block * step + at, real, FULL).to(tl.float32)
         along = d * (v - mean_F)  # out of bounds d is 0, and so are its products
         flat_F, along_F = _row_sums(d, along, r_F, g, C, ACROSS)
         total, dot_B, dot_F = tiles.all_over_samples(
@@ -91,7 +96,7 @@ def resident(
         dgamma += s_B * dot_B + w_F * dot_F
         flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, N)
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT)
-        tiles.put(dx + block * C.to(tl.int64) + at, out, real, EVEN)
+        tiles.put(dx + block * step + at, out, real, FULL)
     _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, folded, C, ACROSS)
 
 
@@ -99,7 +104,8 @@ def resident(
 def _sums(
     x, dy, hidden, statistics, sums, mean_B, gamma, p, first, last, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Over the samples ``first`` to ``last``: what rows need is stored; returned are the column sums of dy,
     dy * (x - mean_B) and dy * x_F.
@@ -114,12 +120,12 @@ def _sums(
     dot_F = total
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, MASKED)
-        real = tiles.real_values(in_row, c, C, EVEN)
+        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
         r_F = tl.rsqrt(var_F + eps)
-        v = tiles.fetch(x + start * step + at, real, EVEN).to(tl.float32)
-        d = tiles.fetch(dy + start * step + at, real, EVEN).to(tl.float32)
+        v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
+        d = tiles.fetch(dy + start * step + at, real, FULL).to(tl.float32)
         along = d * (v - mean_F)
         flat_F, along_F = _row_sums(d, along, r_F, gamma, C, ACROSS)
         tiles.store_pair(sums + start * row_step, row, flat_F, along_F, (n < last) & (p < P), EVEN)
@@ -138,7 +144,7 @@ def _sums(
 def _differentiate(
     x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of the samples ``first`` to ``last``, the last ones first; 0 at hidden entries."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
@@ -150,17 +156,18 @@ def _differentiate(
     for left in tl.range(0, steps, num_stages=STAGES):
         start = first + (steps - 1 - left) * BN
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, MASKED)
-        real = tiles.real_values(in_row, c, C, EVEN)
+        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
         flat_F, along_F = tiles.load_pair(sums + start * row_step, row, in_row, EVEN)
-        v = tiles.fetch(x + start * step + at, real, EVEN).to(tl.float32)
-        d = tiles.fetch(dy + start * step + at, real, EVEN).to(tl.float32)
+        v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
+        d = tiles.fetch(dy + start * step + at, real, FULL).to(tl.float32)
         s_F = w_F * tl.rsqrt(var_F + eps)
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        tiles.put(dx + start * step + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, C, FULL, FEATURES)
+        tiles.put(dx + start * step + at, out, there, FULL)
 
 
 @triton.jit
@@ -187,7 +194,8 @@ def sweep(
     x, dy, dx, hidden, gamma, statistics, partials, sums, rows, inverse_m, counts, N, P, C, run, splits, parts,
     mix_eps, scale, eps,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
-    LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, POOLED: tl.constexpr,
     SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
@@ -211,7 +219,7 @@ def sweep(
     if POOLED:
         q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1
     columns = Q.to(tl.int64) * C
-    mean_B, r_B = _columns(statistics, q, folded, Q, C, eps, ACROSS, EVEN)
+    mean_B, r_B = _columns(statistics, q, folded, Q, C, eps, ACROSS, FULL)
     g = tiles.parameter(gamma, folded, C, 1.0)
     count = N.to(tl.float32) * (P // Q)
     if counts is not None:  # they, and 1/m, are known for each position
@@ -222,7 +230,7 @@ def sweep(
     if SUM:
         total, dot_B, dot_F = _sums(
             x, dy, hidden, statistics, sums, mean_B, g, p, first, last, N, P, C, eps,
-            TILE, BN, ACROSS, SIDE, LONG, EVEN, MASKED, POOLED, STAGES,
+            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
         blocks = tl.num_programs(0) // splits
@@ -272,7 +280,7 @@ def sweep(
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last,
-            N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, MASKED, STAGES,
+            N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from . import tiles
 
 
 @triton.jit
-def _store_columns(statistics, q, c, mean_B, var_B, Q, C, ACROSS: tl.constexpr, EVEN: tl.constexpr):
+def _store_columns(statistics, q, c, mean_B, var_B, Q, C, ACROSS: tl.constexpr, FULL: tl.constexpr):
     """There are some for ``Q`` positions, and room for all."""
-    tiles.store_pair(statistics, tiles.column_offset(q, c, Q, C, ACROSS), mean_B, var_B, (q < Q) & (c < C), EVEN)
+    tiles.store_pair(statistics, tiles.column_offset(q, c, Q, C, ACROSS), mean_B, var_B, (q < Q) & (c < C), FULL)
 
 
 @triton.jit
@@ -37,9 +37,10 @@ def _store_finite(statistics, program, check, N, P, C):
 def resident(
     x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
-    LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Whole slabs, features last, one after the other, on a grid that stays."""
+    """Whole slabs, one after the other, on a grid that stays; positions lying side by side, a few at a time."""
     tiles.begin_next(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     n, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
@@ -48,33 +49,38 @@ def resident(
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
-    check = tl.zeros([1, 1, 1, 1], tl.float32)
-    at, in_row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), n < N
-    real = in_row & (c < C)
-    for block in tl.range(tl.program_id(0), P, tl.num_programs(0), num_stages=STAGES):
-        p = block + ps
-        v = tiles.fetch(x + block * C.to(tl.int64) + at, real, EVEN).to(tl.float32)
-        mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, EVEN)
-        mean_B, var_B = tiles.batch_statistics(v, real, N, EVEN)
+    check = 0.0
+    at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
+    step, row_step = tiles.block_strides(N, C, BP, ACROSS)
+    in_row = tiles.real_rows(n, ps, N, P, None, EVEN, False)
+    for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
+        p = block * BP + ps
+        if ACROSS:
+            in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        v = tiles.fetch(x + block * step + at, real, FULL).to(tl.float32)
+        mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, FULL)
+        mean_B, var_B = tiles.batch_statistics(v, real, N, ACROSS, FULL)
         sum_mean = tiles.over_features(mean_B, ACROSS)
         average = tiles.over_samples(tiles.fold(var_F), ACROSS, False) * (1.0 / N)
         _store_averages(statistics, p, sum_mean * (1.0 / C), average, N, P, C)
-        check += tiles.over_features(var_B * 0.0, ACROSS) + average * 0.0
+        check += tl.sum(tiles.over_features(var_B * 0.0, ACROSS) + average * 0.0)
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         s_F = w_F * tl.rsqrt(var_F + eps)
         out = tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT)
-        tiles.put(y + block * C.to(tl.int64) + at, out, real, EVEN)
+        tiles.put(y + block * step + at, out, real, FULL)
 
-        _store_columns(statistics, p, c, mean_B, var_B, P, C, ACROSS, EVEN)
-        tiles.store_pair(rows + block * (2 * N.to(tl.int64)), n, mean_F, var_F, in_row, EVEN)
-    _store_finite(statistics, tl.program_id(0), tl.sum(check), N, P, C)
+        _store_columns(statistics, p, c, mean_B, var_B, P, C, ACROSS, FULL)
+        tiles.store_pair(rows + block * row_step, row, mean_F, var_F, in_row, EVEN)
+    _store_finite(statistics, tl.program_id(0), check, N, P, C)
 
 
 @triton.jit
 def _measure(
     x, hidden, rows, p, first, last, N, P, C,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the samples ``first`` to ``last``: those of rows are stored; returned are, of columns, the number
     of entries, their mean and squares around it, and the sums of the rows' means and variances.
@@ -85,9 +91,9 @@ def _measure(
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
     at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = tiles.strides(P, C, ACROSS)
-    in_row = tiles.real_rows(first + ns, p, last, P, hidden, MASKED)
-    real = tiles.real_values(in_row, c, C, EVEN)
-    v = tiles.fetch(x + first * step + at, real, EVEN).to(tl.float32)
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, EVEN, MASKED)
+    real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+    v = tiles.fetch(x + first * step + at, real, FULL).to(tl.float32)
     entries = tiles.entries(in_row, p, BN, ACROSS, EVEN, POOLED)
     pivot = tiles.over_samples(tiles.fold(v), ACROSS, POOLED) / tl.maximum(entries, 1.0)
     total = tiles.fold(v * 0.0)
@@ -97,10 +103,10 @@ def _measure(
     count = entries * 0.0
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, MASKED)
-        real = tiles.real_values(in_row, c, C, EVEN)
-        v = tiles.fetch(x + start * step + at, real, EVEN).to(tl.float32)
-        mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, EVEN)
+        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
+        mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, FULL)
         tiles.store_pair(rows + start * row_step, row, mean_F, var_F, (n < last) & (p < P), EVEN)
         sum_mean += mean_F  # 0 where there is no row
         sum_var += var_F
@@ -110,7 +116,7 @@ def _measure(
             pivot = tl.where(count == 0, here, pivot)
         count += entries
         w = v - pivot
-        if not EVEN:
+        if not FULL:
             w = tl.where(real, w, 0.0)
         total += tiles.fold(w)
         square += tiles.fold(w * w)
@@ -127,7 +133,7 @@ def _measure(
 def _normalize(
     x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
-    EVEN: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
@@ -138,20 +144,22 @@ def _normalize(
     for left in tl.range(0, steps, num_stages=STAGES):
         start = first + (steps - 1 - left) * BN
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, MASKED)
+        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
-        v = tiles.fetch(x + start * step + at, tiles.real_values(in_row, c, C, EVEN), EVEN).to(tl.float32)
+        v = tiles.fetch(x + start * step + at, tiles.real_values(in_row, c, C, FULL, FEATURES), FULL).to(tl.float32)
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        tiles.put(y + start * step + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, C, FULL, FEATURES)
+        tiles.put(y + start * step + at, out, there, FULL)
 
 
 @triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
 def sweep(
     x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
-    LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, POOLED: tl.constexpr,
     MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
@@ -174,8 +182,9 @@ def sweep(
     rows = statistics + 2 * P.to(tl.int64) * C
     if MEASURE:
         count, mean_B, square, sum_mean, sum_var = _measure(
-            x, hidden, rows, p, first, last, N, P, C, TILE, BN, ACROSS, SIDE, LONG, EVEN, MASKED, POOLED, STAGES
-        )
+            x, hidden, rows, p, first, last, N, P, C,
+            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
+        )  # fmt: skip
     if MEASURE and not NORMALIZE:
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
@@ -188,7 +197,7 @@ def sweep(
         divisor = tl.maximum(count, 1.0)
         var_B = square / divisor
         if split == 0:
-            _store_columns(statistics, q, c if MEASURE else folded, mean_B, var_B, Q, C, ACROSS, EVEN)
+            _store_columns(statistics, q, c if MEASURE else folded, mean_B, var_B, Q, C, ACROSS, FULL)
             _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
             _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
         if MASKED or SHARED:  # there is one for each position
@@ -199,7 +208,7 @@ def sweep(
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         _normalize(
             x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
-            TILE, BN, ACROSS, SIDE, LONG, EVEN, MASKED, STAGES,
+            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip
 
 

@@ -166,8 +166,8 @@ def _normalize(
     x, y, hidden, gamma, beta, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, own_inverse_m,
     known, N, P, C, run, splits, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
-    LONG: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr,
-    POOLED: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+    SWAPPED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Eqs 20-25 of a run of samples of some positions.
 
@@ -209,17 +209,18 @@ def _normalize(
         var_F = tl.load(feature_var + q, mask=p < P, other=1.0)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, MASKED)
-        real = tiles.real_values(in_row, c, C, EVEN)
-        v = tiles.fetch(x + start * step + at, real, EVEN).to(tl.float32)
+        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
         if not MEAN_F:
             mean_F = tiles.over_features(v, ACROSS) * (1.0 / C)  # eq 20
         if not VAR_F:  # around the mean that was chosen
             u = v - mean_F
-            if not EVEN:
+            if not FULL:
                 u = tl.where(real, u, 0.0)
             var_F = tiles.over_features(u * u, ACROSS) * (1.0 / C)  # eq 21
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        tiles.put(y + start * step + at, out, (n < last) & (p < P) & (c < C), EVEN)
+        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, C, FULL, FEATURES)
+        tiles.put(y + start * step + at, out, there, FULL)

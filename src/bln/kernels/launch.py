@@ -12,7 +12,8 @@ from typing import Any
 
 _ACROSS = 128  # features at most where positions lie side by side: threads hold some of each, and sums of them
 _RESIDENT = 16384  # values of a slab that registers hold; of two tensors in float32, half of it
-_LANES = 32  # threads of a warp, along positions where these lie side by side
+_LANES = 32  # threads of a warp
+_FEW = 8  # positions side by side that a program holds whole slabs of
 
 
 def power_of_two(value: int) -> int:
@@ -39,7 +40,8 @@ class Launch:
         across: Positions, not features, lie side by side in memory.
         side: Values a thread reads side by side.
         long: There are so many values that 32 bits do not count them.
-        even: Tiles cover the input exactly.
+        even: Tiles cover samples and positions exactly, and no entry is hidden.
+        features: Their number, where they fill whole pieces of a tile, and so are known when it is compiled; else 0.
         warps: For each program.
         blocks: Tiles along positions.
         resident: Whole slabs are held in registers.
@@ -56,6 +58,7 @@ class Launch:
     side: int
     long: bool
     even: bool
+    features: int
     warps: int
     blocks: int
     resident: bool = False
@@ -69,6 +72,11 @@ class Launch:
     def samples(self) -> int:
         """Of a tile."""
         return 1 if self.swapped else _rows(self.tile, self.across)
+
+    @property
+    def width(self) -> int:
+        """Features of a tile."""
+        return self.tile[2] * self.tile[1 if self.across else 3]
 
     @property
     def positions(self) -> int:
@@ -85,6 +93,8 @@ class Launch:
             **shape,
             "LONG": self.long,
             "EVEN": self.even,
+            "FULL": self.even and self.features == self.width,
+            "FEATURES": self.features,
             "STAGES": self.stages,
             "num_warps": self.warps,
             "enable_fp_fusion": True,
@@ -105,49 +115,61 @@ def fitting(stages: int, size: int, shared: int) -> int:
     return max(1, min(stages, 1 + shared * 3 // 4 // size))
 
 
+def _known(c: int, tile: tuple[int, int, int, int], across: bool) -> int:
+    piece = prod(tile[1:3]) if across else tile[3]
+    return c if c % piece == 0 else 0
+
+
 def _long(n: int, p: int, c: int) -> bool:
     return n * p * c >= 2**31
 
 
-def arrange(
-    n: int, c: int, across: bool, warps: int, values: int, held: int, side: int
-) -> tuple[tuple[int, int, int, int], int]:
+def arrange(n: int, c: int, warps: int, values: int, held: int, side: int) -> tuple[tuple[int, int, int, int], int]:
     """Extents and side of a tile with so many values for each thread, if there are as many samples.
 
     Of a row, a thread holds so many features, so many side by side: the fewer threads share a row, the fewer times
     sums over it go from thread to thread.
     """
     features, samples = power_of_two(c), power_of_two(n)
-    if across:
-        return (max(1, min(samples, 32, values * warps // (features * side))), features, 1, _LANES * side), side
     held = min(held, features)
     side = min(side, held)
-    rows = max(1, min(samples, warps * 32 * held // features))
+    rows = max(1, min(samples, warps * _LANES * held // features))
     tile = max(1, min(samples // rows, values // held)), rows, held // side, features // (held // side)
     return tile, gcd(c, side)
+
+
+def arrange_across(n: int, c: int, samples: int, positions: int, side: int) -> tuple[tuple[int, int, int, int], int]:
+    """Extents of a tile of so many samples, and of positions that lie side by side; and how many warps it takes.
+
+    Each thread has eight features of a row: with more, registers would not do; with fewer, more threads share a row.
+    """
+    features = power_of_two(c)
+    held = min(features, 8 if side > 1 else 16)
+    rows = features // held
+    return (min(samples, power_of_two(n)), rows, held, positions), max(1, rows * positions // (side * _LANES))
 
 
 def swept(
     n: int,
     p: int,
     c: int,
+    tile: tuple[int, int, int, int],
     *,
     across: bool,
     masked: bool,
-    warps: int,
-    values: int,
-    held: int,
     side: int,
+    warps: int,
     splits: int,
     stages: int = 1,
 ) -> Launch:
-    """A launch that sweeps over slabs, in up to so many runs of samples."""
-    tile, side = arrange(n, c, across, warps, values, held, side)
+    """A launch that sweeps over slabs in such tiles, in up to so many runs of samples."""
     samples, positions = _rows(tile, across), tile[-1] if across else 1
     run = cdiv(cdiv(n, splits), samples) * samples  # whole tiles
-    even = not masked and n % samples == 0 and power_of_two(c) == c and p % positions == 0
-    blocks = cdiv(p, positions)
-    return Launch(tile, across, side, _long(n, p, c), even, warps, blocks, splits=cdiv(n, run), run=run, stages=stages)
+    even = not masked and n % samples == 0 and p % positions == 0
+    return Launch(
+        tile, across, side, _long(n, p, c), even, _known(c, tile, across), warps, cdiv(p, positions),
+        splits=cdiv(n, run), run=run, stages=stages,
+    )  # fmt: skip
 
 
 def training(
@@ -183,6 +205,12 @@ def training(
     size = (2 if backward else 1) * itemsize  # of what is loaded for each value
 
     whole = _RESIDENT // (2 if backward and itemsize == 4 else 1)
+    if alone and across and not (masked or pooled) and slab * _FEW <= 4096 and p <= 2 * processors * _FEW:
+        # (25, 256, 6) takes 3 us so, 8 if swept over in two launches; with 32 positions for each program 7.
+        tile, blocks = (power_of_two(n), 1, features, _FEW), cdiv(p, _FEW)
+        even, known = power_of_two(n) == n and p % _FEW == 0, _known(c, tile, across)
+        warps = max(1, slab * _FEW // 512)
+        return Launch(tile, across, 1, _long(n, p, c), even, known, warps, blocks, True, blocks)
     if alone and not (masked or pooled or across) and features <= 128 and slab <= whole:
         # Few warps that each do much: warps of a program wait for each other, and what is done for columns is done for
         # each warp. (128, 3136, 64) takes 1.4 times a copy with 64 values for each thread, 2.3 with 32; backward 1.5
@@ -192,28 +220,31 @@ def training(
         warps = max(1, slab // (1024 if backward and (slab < 8192 or (itemsize == 4 and not few)) else 2048))
         short = itemsize == 2 and features <= 64 and slab >= (8192 if backward else 16384)
         held, side = (8, 8) if short else (max(4, features // 16), 4)
-        tile, side = arrange(n, c, across, warps, slab, held, side)
-        even = power_of_two(n) == n and features == c
+        tile, side = arrange(n, c, warps, slab, held, side)
+        even, known = power_of_two(n) == n, _known(c, tile, across)
         programs = min(p, processors * max(1, 8 // warps))
         stages = 1 if few else fitting(3, size * slab, shared)  # (256, 3136, 64) with one block ahead and not two: 2.2
-        return Launch(tile, across, side, _long(n, p, c), even, warps, p, True, programs, stages=stages)
+        return Launch(tile, across, side, _long(n, p, c), even, known, warps, p, True, programs, stages=stages)
 
     if across:
-        # Two positions for each thread where they are even in number: (128, 3136, 64) takes 1.9 times a copy so, 2.2
-        # with one. No more programs than run at a time: 294 of them, with room for 264, take 2.8.
-        small = n * features <= 512
-        side = 1 if small else gcd(p, 2)
-        warps, values = max(1, min(8, features // 16)), 32 if backward else 32 * side
-        if backward and itemsize == 4 and not small:
-            warps = min(8, 2 * warps)
-        splits = max(1, 2 * processors // cdiv(p, _LANES * side))
-        return swept(n, p, c, across=True, masked=masked, warps=warps, values=values, held=1, side=side, splits=splits)
+        # Eight bytes at a time for each thread: (128, 3136, 64) takes 2.4 times a copy so, 2.5 with four; with only 16
+        # positions for each program, 2.9. No more programs than run at a time.
+        side = gcd(p, 8 // itemsize)
+        samples, positions, most = (1, 64, 2) if backward and itemsize == 2 else (2, 32, 3 if itemsize == 4 else 4)
+        tile, warps = arrange_across(n, c, samples, positions, side)
+        splits = max(1, most * processors // cdiv(p, positions))
+        return swept(n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits)
 
     # A row within a warp, or two or four: (32, 512, 1024) takes 1.6 times a copy with 16 features for each thread and
     # two rows at a time, 2.1 with 32. What matters most is that enough is under way: with no tile ahead it takes 2.5,
     # with two 2.1, with three 1.9.
-    held = min(32 if p == 1 or features > 2048 else 16, max(8, features // 32))
-    warps, splits, stages = max(2, features // (32 * held)), 1, 4
+    held = min(32 if features > 2048 or (p == 1 and features <= 1024) else 16, max(8, features // 32))
+    least, splits, stages = 2, 1, 4
+    if p > 1 and 512 < features <= 1024 and features != c and not backward:
+        held, least = 32, 1  # a row within a warp: (256, 197, 768) takes 1.9 so, 2.0 with two warps for each
+    elif features >= 32 and c % (4 * features // held) and c % (2 * features // held) == 0:
+        held *= 2  # so that pieces of a row are whole, and masked for none: 2.1 and not 2.5 backward
+    warps = max(least, features // (32 * held))
     if features <= 128:
         many = not backward if p == 1 else itemsize == 2
         warps, values, stages = (2, 32, 3) if many else (4, 16, 3)
@@ -222,21 +253,27 @@ def training(
     else:
         values = max(held, 32 if features <= (512 if backward else 1024) else 16)
     if p == 1:  # partial results are as long as rows: few of them where rows are few
-        if features <= 256:
-            stages, most = (1, 4 if backward else 8) if features <= 128 else (3, 4)
+        if features <= 128:
+            stages, most = 1, 4 if backward else 8
+        elif features <= 256:
+            stages, most = (3, 4) if backward or itemsize == 2 else (4, 3)
+        elif features <= 512 and itemsize == 2:
+            values, stages, most = held, 3, 2
+        elif features <= 1024:
+            stages, most = 5, 2
+        elif features <= 2048:
+            values, stages, most = (held, 3, 3) if backward else (32, 4, 1)
         else:
-            stages, most = (5, 2) if features <= 1024 else (4, 1 if backward and features > 2048 else 2)
-        if features > 512 and features != c and not backward:  # with rows of 768, 2.8 times a copy, else 3.4
+            stages, most = (4, 1) if backward else (5, 1) if itemsize == 4 else (4, 2)
+        if features > 512 and features != c and not backward:  # with rows of 768, 2.2 times a copy, else 2.5
             warps = min(32, 2 * warps)
         splits = min(most * processors, max(processors, n // 16))
-    elif p < processors or slab > 2**17:  # (256, 197, 768) takes 2.4 in four runs of samples, one row at a time
+    elif p < processors or slab > 2**17:  # (256, 197, 768) takes 1.6 in four runs of samples in float32, 2.5 in one
         values = held if features > 512 else values
-        splits = max(1, (6 if warps == 2 else 2) * processors // p)
+        splits = max(1, (6 if warps <= 2 else 2) * processors // p)
     stages = 1 if masked else fitting(stages, size * values * warps * 32, shared)
-    return swept(
-        n, p, c, across=False, masked=masked, warps=warps, values=values, held=held, side=4, splits=splits,
-        stages=stages,
-    )  # fmt: skip
+    tile, side = arrange(n, c, warps, values, held, 4)
+    return swept(n, p, c, tile, across=False, masked=masked, side=side, warps=warps, splits=splits, stages=stages)
 
 
 @lru_cache(maxsize=4096)
@@ -245,23 +282,26 @@ def inference(
 ) -> Launch:
     """The heuristic for inference. Rows are summed in the same order for any n."""
     features = power_of_two(c)
-    held = max(4, min(32 if features > 2048 else 16, features // 32))
     if across:
-        side, stages = gcd(p, 4 // itemsize), 1
-        warps, values = max(1, min(8, features // 16)), 32 * side
-    else:  # (4096, 1, 4096) takes 1.1 times a copy in float32 with two tiles ahead, 1.3 with none
-        warps = 2 if features <= 1024 else 4 if features <= 4096 else 8
-        side, values, stages = 4, max(16, held), 3
-    swapped = not across and n < 8
-    least = max(16, warps * 128 // features)  # rows enough that each thread has some, or it would have less of each
-    tile, side = arrange(max(p if swapped else n, least), c, across, warps, values, held, side)
-    stages = 1 if masked else fitting(stages, prod(tile) * itemsize, shared)
+        side, swapped, stages = gcd(p, 8 // itemsize), False, 1
+        tile, warps = arrange_across(n, c, 2, 32, side)
+        programs = 32 // warps
+    else:
+        # What matters is that enough is under way: (4096, 1, 4096) in float32 takes 1.1 times a copy with two tiles
+        # ahead, 1.3 with none. And that few programs read the statistics of columns, which are longer than rows.
+        warps, swapped = 2 if features <= 1024 else 4 if features <= 4096 else 8, n < 8
+        held = max(8, min(32 if features > 2048 else 16, features // 32))
+        values, stages = max(held, 32 if features == 1024 else 16), 4 if itemsize == 2 else 3
+        programs = 4 if itemsize == 2 and features > 1024 else 32 // warps
+        least = max(16, warps * 128 // features)  # rows enough that each thread has some, or it would have less of each
+        tile, side = arrange(max(p if swapped else n, least), c, warps, values, held, 4)
+        stages = 1 if masked else fitting(stages, prod(tile) * itemsize, shared)
     rows = _rows(tile, across)
     samples, positions = (1, rows) if swapped else (rows, tile[-1] if across else 1)
     blocks = cdiv(p, positions)
-    run = samples * max(1, min(16, n * blocks // (samples * 32 // warps * processors)))
-    even = not (masked or swapped) and n % samples == 0 and features == c and p % positions == 0
+    run = samples * max(1, min(16, n * blocks // (samples * programs * processors)))
+    even = not (masked or swapped) and n % samples == 0 and p % positions == 0
     return Launch(
-        tile, across, side, _long(n, p, c), even, warps, blocks, splits=cdiv(n, run), run=run, swapped=swapped,
-        stages=stages,
+        tile, across, side, _long(n, p, c), even, _known(c, tile, across), warps, blocks, splits=cdiv(n, run), run=run,
+        swapped=swapped, stages=stages,
     )  # fmt: skip

@@ -1,17 +1,19 @@
 """What all kernels share: tiles of ``x[n, p, c]`` in two arrangements, and sums over them.
 
 Of the four dimensions of a tile, the threads of a warp lie along the last, ``L``, and where that is short, they and the
-warps along ``B``; of ``A`` and ``H`` each thread holds everything itself.
+warps along ``B``, and where that is, too, along ``A``. Else each thread holds all of ``A``, and always all of ``H``.
 
               A         B         H         L
     last      samples   samples   features  features    features lie last: a row within a warp or a few
-    ACROSS    samples   features  -         positions   positions lie side by side in memory, each thread has its own
+    ACROSS    samples   features  features  positions   positions lie side by side in memory, each thread has its own
 
 Which dimension the compiler gives to warps has changed between its versions: see ``WARPS``.
 
 Indices and sums keep four dimensions, those they do not depend on being 1, so that everything else is written once.
-Columns are what depends on features and positions, rows what depends on samples and positions. ``EVEN`` says that tiles
-cover the input exactly, so that nothing has to be masked; ``LONG``, that 32 bits do not count all values.
+Columns are what depends on features and positions, rows what depends on samples and positions. ``EVEN`` says that all
+rows of all tiles exist; ``FULL``, that features fill them, too, so that nothing has to be masked. ``FEATURES`` is the
+number of these, where they fill whole pieces ``H`` of a tile: the compiler then leaves the others out; else it is 0.
+``LONG`` says that 32 bits do not count all values.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import triton.language as tl
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 WARPS = tl.constexpr(2 if VERSION >= (3, 7) else 0)  # where B stands
-HELD = tl.constexpr(0 if VERSION >= (3, 7) else 1)  # where A stands
-PIECES = tl.constexpr(1 if VERSION >= (3, 7) else 2)  # where H stands
+HELD = tl.constexpr(1)  # where A stands
+PIECES = tl.constexpr(0 if VERSION >= (3, 7) else 2)  # where H stands
 LANES = tl.constexpr(3)  # where L stands
 ZERO_AND_ONE = tl.constexpr(0x3F800000_00000000)  # as two float32, the first one lower
 TOGETHER = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would combine values pair by pair
@@ -35,10 +37,11 @@ def indices(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
     if WARPS == 0:
         a, b, h = a[None, :, None, None], b[:, None, None, None], h[None, None, :, None]
     else:
-        a, b, h = a[:, None, None, None], b[None, None, :, None], h[None, :, None, None]
+        a, b, h = a[None, :, None, None], b[None, None, :, None], h[:, None, None, None]
     last = tl.arange(0, TILE[3])[None, None, None, :]
     if ACROSS:
-        n, p, c, folded = a, last, b, b
+        n, p, c = a, last, b * TILE[2] + h
+        folded = c
     else:
         n, p, c = b * TILE[0] + a, tl.zeros([1, 1, 1, 1], tl.int32), h * TILE[3] + last
         folded = c + (b * 0 if SIDE < 8 else 0)
@@ -104,27 +107,39 @@ def strides(P, C, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def real_rows(n, p, last, P, hidden, MASKED: tl.constexpr):
+def block_strides(N, C, BP: tl.constexpr, ACROSS: tl.constexpr):
+    """From a block of ``BP`` positions to the next: of values, and of pairs for each row."""
+    value, row = C.to(tl.int64), 2 * N.to(tl.int64)
+    if ACROSS:
+        value, row = C.to(tl.int64) * 0 + BP, N.to(tl.int64) * 0 + 2 * BP
+    return value, row
+
+
+@triton.jit
+def real_rows(n, p, last, P, hidden, EVEN: tl.constexpr, MASKED: tl.constexpr):
     """Which rows exist, and are not hidden: ``hidden[n, p]`` is 0 at real entries."""
-    real = (n < last) & (p < P)
+    if EVEN:
+        real = tl.full((n + p).shape, 1, tl.int1)
+    else:
+        real = (n < last) & (p < P)
     if MASKED:
         real = real & (tl.load(hidden + n.to(tl.int64) * P + p, mask=real, other=1) == 0)
     return real
 
 
 @triton.jit
-def real_values(in_row, c, C, EVEN: tl.constexpr):
+def real_values(in_row, c, C, FULL: tl.constexpr, FEATURES: tl.constexpr):
     """Which values exist, in rows that do."""
     real = in_row
-    if not EVEN:
-        real = in_row & (c < C)
+    if not FULL:
+        real = in_row & (c < (FEATURES if FEATURES > 0 else C))
     return real
 
 
 @triton.jit
-def fetch(pointers, real, EVEN: tl.constexpr):
+def fetch(pointers, real, FULL: tl.constexpr):
     """A tile, in its own type; 0 where there is nothing."""
-    if EVEN:
+    if FULL:
         tile = tl.load(pointers)
     else:
         tile = tl.load(pointers, mask=real, other=0.0)
@@ -132,9 +147,9 @@ def fetch(pointers, real, EVEN: tl.constexpr):
 
 
 @triton.jit
-def put(pointers, values, real, EVEN: tl.constexpr):
+def put(pointers, values, real, FULL: tl.constexpr):
     """A tile, in the type of the tensor."""
-    if EVEN:
+    if FULL:
         tl.store(pointers, values.to(pointers.dtype.element_ty))
     else:
         tl.store(pointers, values.to(pointers.dtype.element_ty), mask=real)
@@ -165,16 +180,12 @@ def load_pair(pointer, at, inside, EVEN: tl.constexpr = False):
 @triton.jit
 def over_features(t, ACROSS: tl.constexpr):
     """For each row."""
-    if ACROSS:
-        total = tl.sum(t, WARPS, keep_dims=True)
-    else:
-        total = tl.sum(tl.sum(t, PIECES, keep_dims=True), LANES, keep_dims=True)
-    return total
+    return tl.sum(tl.sum(t, PIECES, keep_dims=True), WARPS if ACROSS else LANES, keep_dims=True)
 
 
 @triton.jit
 def fold(t):
-    """Over those samples a thread has itself: what a loop adds up."""
+    """Over ``A``, the samples a thread has itself: what a loop adds up."""
     return tl.sum(t, HELD, keep_dims=True)
 
 
@@ -207,13 +218,13 @@ def all_over_samples(t, u, v, ACROSS: tl.constexpr, POOLED: tl.constexpr):
 
 
 @triton.jit
-def batch_statistics(v, real, N, EVEN: tl.constexpr):
+def batch_statistics(v, real, N, ACROSS: tl.constexpr, FULL: tl.constexpr):
     """Eqs 10 and 11 of a whole slab."""
-    mean = over_samples(fold(v), False, False) * (1.0 / N)
+    mean = over_samples(fold(v), ACROSS, False) * (1.0 / N)
     w = v - mean
-    if not EVEN:
+    if not FULL:
         w = tl.where(real, w, 0.0)
-    return mean, over_samples(fold(w * w), False, False) * (1.0 / N)
+    return mean, over_samples(fold(w * w), ACROSS, False) * (1.0 / N)
 
 
 @triton.jit
@@ -229,11 +240,11 @@ def entries(in_row, p, BN: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexp
 
 
 @triton.jit
-def feature_statistics(v, real, C, ACROSS: tl.constexpr, EVEN: tl.constexpr):
+def feature_statistics(v, real, C, ACROSS: tl.constexpr, FULL: tl.constexpr):
     """Eqs 12 and 13, of values already in registers: the mean first, then the squares around it."""
     mean = over_features(v, ACROSS) * (1.0 / C)
     u = v - mean
-    if not EVEN:
+    if not FULL:
         u = tl.where(real, u, 0.0)
     return mean, over_features(u * u, ACROSS) * (1.0 / C)
 

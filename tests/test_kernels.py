@@ -120,13 +120,13 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
     n, p, c, itemsize, layout, masked, pooled, alone, processors, shared
 ):
     p = 1 if layout == "dense" else p
-    across = layout == "across" and p > 1 and launch.across(p, c)
-    how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": processors, "shared": shared}
-    training = {"pooled": pooled and across, "alone": alone, **how}
-    for tensors, each in (
-        (1, launch.inference(n, p, c, **how)),
-        (1, launch.training(n, p, c, backward=False, **training)),
-        (2, launch.training(n, p, c, backward=True, **training)),
+    how = {"itemsize": itemsize, "masked": masked, "processors": processors, "shared": shared}
+    beside = {training: layout == "across" and p > 1 and launch.across(p, c, itemsize, training) for training in (0, 1)}
+    training = {"across": beside[1], "pooled": pooled and beside[1], "alone": alone, **how}
+    for tensors, across, each in (
+        (1, beside[0], launch.inference(n, p, c, across=beside[0], **how)),
+        (1, beside[1], launch.training(n, p, c, backward=False, **training)),
+        (2, beside[1], launch.training(n, p, c, backward=True, **training)),
     ):
         values = np.prod(each.tile)
         assert all(size & (size - 1) == 0 for size in (*each.tile, each.warps, each.side))
@@ -354,8 +354,11 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known):
 @pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"])
 @pytest.mark.parametrize(
     ("shape", "channel_dim"),
-    [((40, 6, 24), -1), ((40, 300), 1), ((40, 24, 5, 5), 1), ((70, 3, 3), 1), ((64, 4, 8), -1), ((64, 4, 16), -1)],
-)
+    [
+        ((40, 6, 24), -1), ((40, 300), 1), ((40, 24, 5, 5), 1), ((70, 3, 3), 1), ((20, 200, 4, 2), 1), ((64, 4, 8), -1),
+        ((64, 4, 16), -1),
+    ],
+)  # fmt: skip
 def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim):
     case = to_device(case_of(shape, channel_dim))
     positions = tuple(s for at, s in enumerate(shape) if at not in (0, channel_dim % len(shape)))

@@ -54,7 +54,7 @@ def infer(
     config: StatisticsConfig,
 ) -> Tensor:
     """Algorithm 2 of ``x``, given a population that knows its positions, in any configuration."""
-    slabs = Slabs.of(x, channel_dim, per_position)
+    slabs = Slabs.of(x, channel_dim, per_position, training=config.uses_batch)
     if slabs is None:
         y = infer(
             features_last(x, channel_dim), gamma, beta, mask, channel_dim=x.dim() - 1, per_position=per_position,

@@ -50,14 +50,14 @@ class Slabs(NamedTuple):
     pooled: bool  # batch statistics are those of all positions together
 
     @classmethod
-    def of(cls, x: Tensor, channel_dim: int, per_position: bool) -> Slabs | None:
+    def of(cls, x: Tensor, channel_dim: int, per_position: bool, training: bool = True) -> Slabs | None:
         """Nothing for what lies otherwise. Pooled, features that lie last are one position with more samples."""
         n, c = x.shape[0], x.shape[channel_dim]
         p = x.numel() // (n * c)
         last = channel_dim == x.dim() - 1
         across = p > 1 and not last and x.is_contiguous()
         if across:
-            if channel_dim != 1 or not launch.across(p, c):
+            if channel_dim != 1 or not launch.across(p, c, x.element_size(), training):
                 return None
         elif not (x if last else x.movedim(channel_dim, -1)).is_contiguous():
             return None

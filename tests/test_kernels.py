@@ -142,8 +142,14 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
             assert each.run % each.samples == 0
         if each.even:
             assert n % each.samples == p % each.positions == 0
-        assert each.width >= c
-        assert each.features in (0, c)
+            assert not masked
+            assert n == each.samples or not each.resident
+        assert each.width == launch.power_of_two(c)
+        if each.features:
+            assert each.features == c
+            assert c % (each.width if across else each.tile[3]) == 0
+    if beside[0]:  # sums over features are taken in the same order
+        assert launch.inference(1, p, c, across=True, **how).tile == launch.inference(n, p, c, across=True, **how).tile
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "swept"])
@@ -174,7 +180,8 @@ SHAPES = [
     ((37, 300), 1, True, 4),  # dense
     ((300, 64), 1, True, 1),  # too large to be held
     ((6, 24, 5, 5), 1, True, 1),  # positions side by side
-    ((8, 16, 8, 8), 1, True, 1),  # the same, several blocks of them
+    ((6, 24, 5, 5), 1, True, 8),  # the same, held, some at a time
+    ((8, 16, 8, 8), 1, True, 8),  # the same, tiles even
     ((70, 64, 3, 3), 1, True, 2),  # the same, too large to be held
     ((6, 24, 5, 5), 1, False, 2),  # the same, pooled
     ((6, 130, 5, 5), 1, True, 2),  # more features than are taken so: copied
@@ -290,15 +297,19 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6 * scale)  # another order of sums
 
 
+@pytest.mark.parametrize("channel_dim", [1, 2])
 @pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize(("along", "value", "enters"), [(0, 1e19, True), (0, 1e20, False), (2, 1e20, False)])
-def test_a_large_variance_enters_and_an_infinite_one_does_not(along, value, enters, swept, monkeypatch, anew):
+def test_a_large_variance_enters_and_an_infinite_one_does_not(
+    along, value, enters, swept, channel_dim, monkeypatch, anew
+):
     """Of columns, finite ones whose sum is not; of rows, where no column varies."""
     if swept:
         monkeypatch.setattr(launch, "_RESIDENT", 0)
-    both = {"channel_dim": 2, "per_position": True, "eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
+    both = {"channel_dim": channel_dim, "per_position": True, "eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
     x = torch.full((2, 3, 64), value, device=DEVICE)
     x.narrow(along, 0, x.shape[along] // 2).neg_()
+    x = x.movedim(2, channel_dim).contiguous()
     population = Population(64, (3,)).to(DEVICE)
     with np.errstate(over="ignore", invalid="ignore"):
         kernels.train(x, None, None, **both, remember=(population, None))
@@ -355,12 +366,13 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known):
 @pytest.mark.parametrize(
     ("shape", "channel_dim"),
     [
-        ((40, 6, 24), -1), ((40, 300), 1), ((40, 24, 5, 5), 1), ((70, 3, 3), 1), ((20, 200, 4, 2), 1), ((64, 4, 8), -1),
-        ((64, 4, 16), -1),
+        ((40, 6, 24), -1), ((40, 300), 1), ((40, 24, 5, 5), 1), ((70, 3, 3), 1), ((20, 200, 4, 2), 1),
+        ((20, 8, 4, 4), 1), ((20, 16, 4, 4), 1), ((64, 4, 8), -1), ((64, 4, 16), -1),
     ],
 )  # fmt: skip
-def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim):
-    case = to_device(case_of(shape, channel_dim))
+@pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
+def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim, dtype):
+    case = to_device(case_of(shape, channel_dim, dtype=dtype))
     positions = tuple(s for at, s in enumerate(shape) if at not in (0, channel_dim % len(shape)))
     population = Population(shape[channel_dim], positions).to(DEVICE)
     kernels.train(case.x + 1, None, None, **options(case), remember=(population, None))

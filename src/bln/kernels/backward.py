@@ -75,11 +75,9 @@ def resident(
     dbeta = tl.zeros((c + ps).shape, tl.float32)
     at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
-    in_row = tiles.real_rows(n, ps, N, P, None, EVEN, False)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
-        if ACROSS:
-            in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
+        in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         mean_B, r_B = _columns(statistics, p, folded, P, C, eps, ACROSS, FULL)
         mean_F, var_F = tiles.load_pair(rows + block * row_step, row, in_row, EVEN)

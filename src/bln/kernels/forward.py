@@ -52,11 +52,9 @@ def resident(
     check = 0.0
     at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
-    in_row = tiles.real_rows(n, ps, N, P, None, EVEN, False)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
-        if ACROSS:
-            in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
+        in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + block * step + at, real, FULL).to(tl.float32)
         mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, FULL)

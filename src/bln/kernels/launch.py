@@ -32,7 +32,7 @@ def across(p: int, c: int, itemsize: int, training: bool) -> bool:
     3.2 by way of copies; in bfloat16 3.0 and 3.2.
     """
     most = 128 if training or itemsize == 2 else 256
-    return c <= most and p * c < 2**26  # offsets within a tile of up to 32 samples have 32 bits
+    return c <= most and p * c < 2**26  # offsets within a tile have 32 bits: of a few samples, of more if p is small
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Launch:
         side: Values a thread reads side by side.
         long: There are so many values that 32 bits do not count them.
         even: Tiles cover samples and positions exactly, and no entry is hidden.
-        features: Their number, where they fill whole pieces of a tile, and so are known when it is compiled; else 0.
+        features: Their number, where they fill whole pieces of a tile's rows, or ``across`` the tile, and so are known
+            when it is compiled; else 0.
         warps: For each program.
         blocks: Tiles along positions.
         resident: Whole slabs are held in registers.
@@ -142,15 +143,16 @@ def arrange(n: int, c: int, warps: int, values: int, held: int, side: int) -> tu
     return tile, gcd(c, side)
 
 
-def arrange_across(n: int, c: int, samples: int, positions: int, side: int) -> tuple[tuple[int, int, int, int], int]:
+def arrange_across(c: int, samples: int, positions: int, side: int) -> tuple[tuple[int, int, int, int], int]:
     """Extents of a tile of so many samples, and of positions that lie side by side; and how many warps it takes.
 
-    Each thread has eight features of a row: with more, registers would not do; with fewer, more threads share a row.
+    Each thread has eight features of a row, so that few threads share one; or 16, where it has one position of each, or
+    there would be too many threads.
     """
     features = power_of_two(c)
     held = min(features, 8 if side > 1 and features <= 128 else 16)
     rows = features // held
-    return (min(samples, power_of_two(n)), rows, held, positions), max(1, rows * positions // (side * _LANES))
+    return (samples, rows, held, positions), max(1, rows * positions // (side * _LANES))
 
 
 def swept(
@@ -209,7 +211,7 @@ def training(
     size = (2 if backward else 1) * itemsize  # of what is loaded for each value
 
     whole = _RESIDENT // (2 if backward and itemsize == 4 else 1)
-    if alone and across and not (masked or pooled) and slab * _FEW <= 4096 and p <= 2 * processors * _FEW:
+    if alone and across and not (masked or pooled) and slab * _FEW <= whole // 4 and p <= 2 * processors * _FEW:
         # (25, 256, 6) takes 3 us so, 8 if swept over in two launches; with 32 positions for each program 7.
         tile, blocks = (power_of_two(n), 1, features, _FEW), cdiv(p, _FEW)
         even, known = power_of_two(n) == n and p % _FEW == 0, _known(c, tile, across)
@@ -221,7 +223,8 @@ def training(
         # and 2.2 times an addition. Of two tensors in float32, registers hold 32 each; small slabs are done best so.
         # Sixteen threads for a row, but where registers are short eight: (256, 3136, 64) takes 1.5 so, else 2.0.
         few = p <= 2 * processors
-        warps = max(1, slab // (1024 if backward and (slab < 8192 or (itemsize == 4 and not few)) else 2048))
+        light = (slab < 8192 and (backward or few)) or (backward and itemsize == 4 and not few)
+        warps = max(1, slab // (1024 if light else 2048))
         short = itemsize == 2 and features <= 64 and slab >= (8192 if backward else 16384)
         held, side = (8, 8) if short else (max(4, features // 16), 4)
         tile, side = arrange(n, c, warps, slab, held, side)
@@ -235,7 +238,7 @@ def training(
         # positions for each program, 2.9. No more programs than run at a time.
         side = gcd(p, 8 // itemsize)
         samples, positions, most = (1, 64, 2) if backward and itemsize == 2 else (2, 32, 3 if itemsize == 4 else 4)
-        tile, warps = arrange_across(n, c, samples, positions, side)
+        tile, warps = arrange_across(c, min(samples, power_of_two(n)), positions, side)
         splits = max(1, most * processors // cdiv(p, positions))
         return swept(n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits)
 
@@ -288,7 +291,7 @@ def inference(
     features = power_of_two(c)
     if across:
         side, swapped, stages = gcd(p, 8 // itemsize), False, 1
-        tile, warps = arrange_across(n, c, 2 if features <= 128 else 1, 32, side)
+        tile, warps = arrange_across(c, 2 if features <= 128 else 1, 32, side)
         programs = max(1, (16 if itemsize == 4 else 32) // warps)
     else:
         # What matters is that enough is under way: (4096, 1, 4096) in float32 takes 1.1 times a copy with two tiles

@@ -1,7 +1,7 @@
 """What all kernels share: tiles of ``x[n, p, c]`` in two arrangements, and sums over them.
 
 Of the four dimensions of a tile, the threads of a warp lie along the last, ``L``, and where that is short, they and the
-warps along ``B``, and where that is, too, along ``A``. Else each thread holds all of ``A``, and always all of ``H``.
+warps along ``B``, and where that is, too, along ``A``, then ``H``. Else each thread holds all of ``A`` and of ``H``.
 
               A         B         H         L
     last      samples   samples   features  features    features lie last: a row within a warp or a few
@@ -109,10 +109,10 @@ def strides(P, C, ACROSS: tl.constexpr):
 @triton.jit
 def block_strides(N, C, BP: tl.constexpr, ACROSS: tl.constexpr):
     """From a block of ``BP`` positions to the next: of values, and of pairs for each row."""
-    value, row = C.to(tl.int64), 2 * N.to(tl.int64)
+    value, row = C, 2 * N
     if ACROSS:
-        value, row = C.to(tl.int64) * 0 + BP, N.to(tl.int64) * 0 + 2 * BP
-    return value, row
+        value, row = BP, 2 * BP
+    return tl.cast(value, tl.int64), tl.cast(row, tl.int64)
 
 
 @triton.jit

@@ -400,9 +400,10 @@ def test_gradients_through_inference(config, masked):
         y = engine(x, gamma, beta, case.mask, **options(case), kept=population, config=StatisticsConfig.parse(config))
         dx, dgamma, dbeta = torch.autograd.grad(y.pow(3).sum(), [x, gamma, beta], create_graph=True)
         found.append(([dx], [dgamma], [dbeta], torch.autograd.grad(dx.square().sum(), [x, gamma])))
-    for mine, theirs in zip(*found, strict=True):  # sums of terms that may be as large as the largest and cancel
+    for mine, theirs in zip(*found, strict=True):
+        # Sums of terms that may be as large as the largest and cancel: of 2400, none was 50 roundings apart.
         size = max(float(gradient.detach().abs().max()) for gradient in theirs)
-        torch.testing.assert_close(list(mine), list(theirs), atol=3e-5 * size, rtol=0)
+        torch.testing.assert_close(list(mine), list(theirs), atol=250 * torch.finfo(torch.float32).eps * size, rtol=0)
 
 
 def plain_inference(x, gamma, beta, mask, *, kept, config, **options):

@@ -12,7 +12,7 @@ from typing import Any
 
 _RESIDENT = 16384  # values of a slab that registers hold; of two tensors in float32, half of it
 _LANES = 32  # threads of a warp
-_FEW = 8  # positions side by side that a program holds whole slabs of
+_BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
 
 
 def power_of_two(value: int) -> int:
@@ -211,11 +211,11 @@ def training(
     size = (2 if backward else 1) * itemsize  # of what is loaded for each value
 
     whole = _RESIDENT // (2 if backward and itemsize == 4 else 1)
-    if alone and across and not (masked or pooled) and slab * _FEW <= whole // 4 and p <= 2 * processors * _FEW:
+    if alone and across and not (masked or pooled) and slab * _BLOCK <= whole // 4 and p <= 2 * processors * _BLOCK:
         # (25, 256, 6) takes 3 us so, 8 if swept over in two launches; with 32 positions for each program 7.
-        tile, blocks = (power_of_two(n), 1, features, _FEW), cdiv(p, _FEW)
-        even, known = power_of_two(n) == n and p % _FEW == 0, _known(c, tile, across)
-        warps = max(1, slab * _FEW // 512)
+        tile, blocks = (power_of_two(n), 1, features, _BLOCK), cdiv(p, _BLOCK)
+        even, known = power_of_two(n) == n and p % _BLOCK == 0, _known(c, tile, across)
+        warps = max(1, slab * _BLOCK // 512)
         return Launch(tile, across, 1, _long(n, p, c), even, known, warps, blocks, True, blocks)
     if alone and not (masked or pooled or across) and features <= 128 and slab <= whole:
         # Few warps that each do much: warps of a program wait for each other, and what is done for columns is done for

@@ -100,10 +100,10 @@ def row_offset(n, p, N, P, ACROSS: tl.constexpr, LONG: tl.constexpr):
 @triton.jit
 def strides(P, C, ACROSS: tl.constexpr):
     """From a sample to the next: of values, and of pairs for each row."""
-    row = P.to(tl.int64) * 2
-    if not ACROSS:
-        row = P.to(tl.int64) * 0 + 2
-    return P.to(tl.int64) * C, row
+    row = 2
+    if ACROSS:
+        row = P.to(tl.int64) * 2
+    return P.to(tl.int64) * C, tl.cast(row, tl.int64)
 
 
 @triton.jit

@@ -21,17 +21,17 @@ from . import tiles
 @triton.jit
 def _columns(statistics, q, c, Q, C, eps, ACROSS: tl.constexpr, FULL: tl.constexpr):
     """Batch means and one over deviations, of which there are some for ``Q`` positions."""
-    mean_B, var_B = tiles.load_pair(statistics, tiles.column_offset(q, c, Q, C, ACROSS), (q < Q) & (c < C), FULL)
-    return mean_B, tl.rsqrt(var_B + eps)
+    of, inside = statistics + tiles.column_offset(q, c, Q, C, ACROSS), (q < Q) & (c < C)
+    return tiles.fetch(of, inside, FULL), tl.rsqrt(tiles.fetch(of + Q.to(tl.int64) * C, inside, FULL, 1.0) + eps)
 
 
 @triton.jit
-def _row_sums(d, along, r_F, gamma, C, ACROSS: tl.constexpr):
+def _row_sums(d, along, r_F, gamma, C, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
     """Averages over features of g, and of g times the distance to the row's mean, over its variance.
 
     ``along`` is dy times that distance.
     """
-    flat, along = tiles.over_features(d * gamma, ACROSS), tiles.over_features(along * gamma, ACROSS)
+    flat, along = tiles.both_over_features(d * gamma, along * gamma, TILE, ACROSS, SIDE)
     return flat * (1.0 / C), along * (r_F * r_F * (1.0 / C))
 
 
@@ -71,8 +71,8 @@ def resident(
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
     g = tiles.parameter(gamma, folded, C, 1.0)
     rows = statistics + 2 * P.to(tl.int64) * C
-    dgamma = tl.zeros((folded + ps).shape, tl.float32)
-    dbeta = tl.zeros((c + ps).shape, tl.float32)
+    dgamma = tiles.fold((n + ps + c).to(tl.float32) * 0.0)  # of the samples a thread has, and all positions
+    dbeta = dgamma
     at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
@@ -85,17 +85,17 @@ def resident(
         v = tiles.fetch(x + block * step + at, real, FULL).to(tl.float32)
         d = tiles.fetch(dy + block * step + at, real, FULL).to(tl.float32)
         along = d * (v - mean_F)  # out of bounds d is 0, and so are its products
-        flat_F, along_F = _row_sums(d, along, r_F, g, C, ACROSS)
-        total, dot_B, dot_F = tiles.all_over_samples(
-            tiles.fold(d), tiles.fold(d * (v - mean_B)), tiles.fold(along * r_F), ACROSS, False
-        )
-        dbeta += total
+        flat_F, along_F = _row_sums(d, along, r_F, g, C, TILE, ACROSS, SIDE)
         s_B = w_B * r_B
-        dgamma += s_B * dot_B + w_F * dot_F
+        total, dot_B = tiles.fold(d), tiles.fold(d * (v - mean_B))
+        dbeta += total
+        dgamma += s_B * dot_B + w_F * tiles.fold(along * r_F)
+        total, dot_B = tiles.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, False)
         flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, N)
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT)
         tiles.put(dx + block * step + at, out, real, FULL)
-    _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, folded, C, ACROSS)
+    dgamma, dbeta = tiles.both_over_samples(dgamma, dbeta, TILE, ACROSS, SIDE, False)
+    _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, C, ACROSS)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _sums(
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
         d = tiles.fetch(dy + start * step + at, real, FULL).to(tl.float32)
         along = d * (v - mean_F)
-        flat_F, along_F = _row_sums(d, along, r_F, gamma, C, ACROSS)
+        flat_F, along_F = _row_sums(d, along, r_F, gamma, C, TILE, ACROSS, SIDE)
         tiles.store_pair(sums + start * row_step, row, flat_F, along_F, (n < last) & (p < P), EVEN)
         total += tiles.fold(d)
         if SHORT:
@@ -135,7 +135,8 @@ def _sums(
         dot_F += tiles.fold(along * r_F)
     if SHORT:
         dot_B -= mean_B * total
-    return tiles.all_over_samples(total, dot_B, dot_F, ACROSS, POOLED)
+    total, dot_B = tiles.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, POOLED)
+    return total, dot_B, tiles.over_samples(dot_F, TILE, ACROSS, SIDE, POOLED)
 
 
 @triton.jit
@@ -169,12 +170,12 @@ def _differentiate(
 
 
 @triton.jit
-def _store_parameters(at, dgamma, dbeta, c, folded, C, ACROSS: tl.constexpr):
+def _store_parameters(at, dgamma, dbeta, c, C, ACROSS: tl.constexpr):
     """What the positions of a block give together."""
     if ACROSS:
         dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
-    tl.store(at + folded, dgamma, mask=folded < C)
-    tl.store(at + C + c, dbeta, mask=c < C)
+    tl.store(at + c + tl.zeros(dgamma.shape, tl.int32), dgamma, mask=c < C)
+    tl.store(at + C + c + tl.zeros(dbeta.shape, tl.int32), dbeta, mask=c < C)
 
 
 @triton.jit
@@ -241,7 +242,7 @@ def sweep(
             tl.store(to, flat_B, mask=in_column)
             tl.store(to + C, along_B, mask=in_column)
             dgamma = tl.where(q < Q, s_B * dot_B + w_F * dot_F, 0.0)
-            _store_parameters(partials + 2 * (columns + block * C), dgamma, total, c, folded, C, ACROSS)
+            _store_parameters(partials + 2 * (columns + block * C), dgamma, total, c, C, ACROSS)
         else:
             column, in_column = tiles.column_offset(q, c, Q, C, ACROSS), (q < Q) & (c < C)
             to = partials + split * columns + column
@@ -270,11 +271,9 @@ def sweep(
                 dgamma = tl.where(q < Q, s_B * dot_B + w_F * dot_F, 0.0)
                 if POOLED:  # each block has the sums of all: they count once
                     dgamma, once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
-                    _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, once, folded, folded, C, False)
+                    _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, once, c, C, False)
                 else:
-                    _store_parameters(
-                        rows + 2 * block.to(tl.int64) * C, dgamma, total, c if SUM else folded, folded, C, ACROSS
-                    )
+                    _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, total, c, C, ACROSS)
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last,

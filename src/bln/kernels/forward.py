@@ -4,8 +4,8 @@
 normalized. Where there are slabs enough for all processors one program does both, and finds most of the slab in the
 cache the second time; else several programs share a slab, and the sweeps are launches of their own.
 
-All write one buffer of statistics, pairs of a mean and a variance: those of columns, those of rows, the averages of the
-latter over samples ``[P]``; and for each program whether the variances it met are finite.
+All write one buffer of statistics: means of columns and their variances; then pairs of a mean and a variance, those of
+rows and the averages of these over samples ``[P]``; and for each program whether the variances it met are finite.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from . import tiles
 
 
 @triton.jit
-def _store_columns(statistics, q, c, mean_B, var_B, Q, C, ACROSS: tl.constexpr, FULL: tl.constexpr):
+def _store_columns(statistics, q, c, mean_B, var_B, Q, C, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
     """There are some for ``Q`` positions, and room for all."""
-    tiles.store_pair(statistics, tiles.column_offset(q, c, Q, C, ACROSS), mean_B, var_B, (q < Q) & (c < C), FULL)
+    to = statistics + tiles.column_offset(q, c, Q, C, ACROSS)
+    inside = (q < Q) & (c < C) & tiles.once(TILE, ACROSS, SIDE)
+    tl.store(to, mean_B, mask=inside)
+    tl.store(to + Q.to(tl.int64) * C, var_B, mask=inside)
 
 
 @triton.jit
@@ -49,7 +52,7 @@ def resident(
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
-    check = 0.0
+    check = tiles.fold((n + ps + c).to(tl.float32) * 0.0)
     at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
@@ -57,20 +60,20 @@ def resident(
         in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + block * step + at, real, FULL).to(tl.float32)
-        mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, FULL)
-        mean_B, var_B = tiles.batch_statistics(v, real, N, ACROSS, FULL)
-        sum_mean = tiles.over_features(mean_B, ACROSS)
-        average = tiles.over_samples(tiles.fold(var_F), ACROSS, False) * (1.0 / N)
-        _store_averages(statistics, p, sum_mean * (1.0 / C), average, N, P, C)
-        check += tl.sum(tiles.over_features(var_B * 0.0, ACROSS) + average * 0.0)
+        mean_F, var_F = tiles.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+        mean_B, var_B = tiles.batch_statistics(v, real, N, TILE, ACROSS, SIDE, FULL)
+        sum_var = tiles.fold(var_F)
+        check += var_B * 0.0 + sum_var * 0.0
+        sum_mean, sum_var = tiles.both_over_samples(tiles.fold(mean_F), sum_var, TILE, ACROSS, SIDE, False)
+        _store_averages(statistics, p, sum_mean * (1.0 / N), sum_var * (1.0 / N), N, P, C)
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         s_F = w_F * tl.rsqrt(var_F + eps)
         out = tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT)
         tiles.put(y + block * step + at, out, real, FULL)
 
-        _store_columns(statistics, p, c, mean_B, var_B, P, C, ACROSS, FULL)
+        _store_columns(statistics, p, folded, mean_B, var_B, P, C, TILE, ACROSS, SIDE)
         tiles.store_pair(rows + block * row_step, row, mean_F, var_F, in_row, EVEN)
-    _store_finite(statistics, tl.program_id(0), check, N, P, C)
+    _store_finite(statistics, tl.program_id(0), tl.sum(check), N, P, C)
 
 
 @triton.jit
@@ -92,11 +95,11 @@ def _measure(
     in_row = tiles.real_rows(first + ns, p, last, P, hidden, EVEN, MASKED)
     real = tiles.real_values(in_row, c, C, FULL, FEATURES)
     v = tiles.fetch(x + first * step + at, real, FULL).to(tl.float32)
-    entries = tiles.entries(in_row, p, BN, ACROSS, EVEN, POOLED)
-    pivot = tiles.over_samples(tiles.fold(v), ACROSS, POOLED) / tl.maximum(entries, 1.0)
+    entries = tiles.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
+    pivot = tiles.over_samples(tiles.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
     total = tiles.fold(v * 0.0)
     square = total
-    sum_mean = in_row.to(tl.float32) * 0.0
+    sum_mean = tiles.over_features(v, TILE, ACROSS, SIDE) * 0.0
     sum_var = sum_mean
     count = entries * 0.0
     for start in tl.range(first, last, BN, num_stages=STAGES):
@@ -104,13 +107,13 @@ def _measure(
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
-        mean_F, var_F = tiles.feature_statistics(v, real, C, ACROSS, FULL)
+        mean_F, var_F = tiles.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
         tiles.store_pair(rows + start * row_step, row, mean_F, var_F, (n < last) & (p < P), EVEN)
         sum_mean += mean_F  # 0 where there is no row
         sum_var += var_F
-        entries = tiles.entries(in_row, p, BN, ACROSS, EVEN, POOLED)
+        entries = tiles.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
         if MASKED:  # as long as a column has no entry, nothing was summed around anything
-            here = tiles.over_samples(tiles.fold(v), ACROSS, POOLED) / tl.maximum(entries, 1.0)
+            here = tiles.over_samples(tiles.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
             pivot = tl.where(count == 0, here, pivot)
         count += entries
         w = v - pivot
@@ -119,11 +122,10 @@ def _measure(
         total += tiles.fold(w)
         square += tiles.fold(w * w)
     divisor = tl.maximum(count, 1.0)
-    moved = tiles.over_samples(total, ACROSS, POOLED) / divisor
-    squares = tiles.over_samples(square, ACROSS, POOLED) - moved * moved * divisor
+    moved = tiles.over_samples(total, TILE, ACROSS, SIDE, POOLED) / divisor
+    squares = tiles.over_samples(square, TILE, ACROSS, SIDE, POOLED) - moved * moved * divisor
     squares = tl.where(squares < 0, 0.0, squares)  # by rounding
-    sum_mean = tiles.over_samples(tiles.fold(sum_mean), ACROSS, POOLED)
-    sum_var = tiles.over_samples(tiles.fold(sum_var), ACROSS, POOLED)
+    sum_mean, sum_var = tiles.both_over_samples(tiles.fold(sum_mean), tiles.fold(sum_var), TILE, ACROSS, SIDE, POOLED)
     return count, pivot + moved, squares, sum_mean, sum_var
 
 
@@ -195,7 +197,7 @@ def sweep(
         divisor = tl.maximum(count, 1.0)
         var_B = square / divisor
         if split == 0:
-            _store_columns(statistics, q, c if MEASURE else folded, mean_B, var_B, Q, C, ACROSS, FULL)
+            _store_columns(statistics, q, folded, mean_B, var_B, Q, C, TILE, ACROSS, SIDE)
             _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
             _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
         if MASKED or SHARED:  # there is one for each position

@@ -212,13 +212,13 @@ def _normalize(
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
-        if not MEAN_F:
-            mean_F = tiles.over_features(v, ACROSS) * (1.0 / C)  # eq 20
-        if not VAR_F:  # around the mean that was chosen
-            u = v - mean_F
-            if not FULL:
-                u = tl.where(real, u, 0.0)
-            var_F = tiles.over_features(u * u, ACROSS) * (1.0 / C)  # eq 21
+        if not (MEAN_F or VAR_F):
+            mean_F, var_F = tiles.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+        elif not MEAN_F:
+            mean_F = tiles.over_features(v, TILE, ACROSS, SIDE) * (1.0 / C)  # eq 20
+        elif not VAR_F:  # around the mean that was chosen
+            u = tl.where(real, v - mean_F, 0.0)
+            var_F = tiles.over_features(u * u, TILE, ACROSS, SIDE) * (1.0 / C)  # eq 21
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)

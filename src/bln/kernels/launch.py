@@ -210,23 +210,24 @@ def training(
     features, slab = power_of_two(c), power_of_two(c) * power_of_two(n)
     size = (2 if backward else 1) * itemsize  # of what is loaded for each value
 
-    whole = _RESIDENT // (2 if backward and itemsize == 4 else 1)
+    few = p <= 2 * processors
+    whole = _RESIDENT // (2 if (backward if itemsize == 4 else features > 128) else 1)
     if alone and across and not (masked or pooled) and slab * _BLOCK <= whole // 4 and p <= 2 * processors * _BLOCK:
         # (25, 256, 6) takes 3 us so, 8 if swept over in two launches; with 32 positions for each program 7.
         tile, blocks = (power_of_two(n), 1, features, _BLOCK), cdiv(p, _BLOCK)
         even, known = power_of_two(n) == n and p % _BLOCK == 0, _known(c, tile, across)
         warps = max(1, slab * _BLOCK // 512)
         return Launch(tile, across, 1, _long(n, p, c), even, known, warps, blocks, True, blocks)
-    if alone and not (masked or pooled or across) and features <= 128 and slab <= whole:
+    if alone and not (masked or pooled or across) and slab <= whole and (features <= 128 or (c == 256 and not few)):
         # Few warps that each do much: warps of a program wait for each other, and what is done for columns is done for
-        # each warp. (128, 3136, 64) takes 1.4 times a copy with 64 values for each thread, 2.3 with 32; backward 1.5
-        # and 2.2 times an addition. Of two tensors in float32, registers hold 32 each; small slabs are done best so.
-        # Sixteen threads for a row, but where registers are short eight: (256, 3136, 64) takes 1.5 so, else 2.0.
-        few = p <= 2 * processors
-        light = (slab < 8192 and (backward or few)) or (backward and itemsize == 4 and not few)
-        warps = max(1, slab // (1024 if light else 2048))
+        # each warp. (128, 3136, 64) takes 1.3 times a copy with 64 values for each thread, 1.7 with 32. Backward, where
+        # registers are short, two tensors of 32 values each: (32, 3136, 128) takes 1.4 times an addition so, 1.8 with
+        # 64; but 64 of few bits and features: (128, 3136, 64) takes 1.3 so, 1.7 with 32. (32, 784, 256) takes 1.3 times
+        # a copy in float32 if held, 1.4 swept over; backward 1.3 and 1.8.
         short = itemsize == 2 and features <= 64 and slab >= (8192 if backward else 16384)
-        held, side = (8, 8) if short else (max(4, features // 16), 4)
+        light = not short and (backward or (few and slab < 8192))
+        warps = max(1, slab // (1024 if light else 2048))
+        held, side = (8, 8) if short else (4 if backward else max(4, min(8, features // 16)), 4)
         tile, side = arrange(n, c, warps, slab, held, side)
         even, known = power_of_two(n) == n, _known(c, tile, across)
         programs = min(p, processors * max(1, 8 // warps))
@@ -234,29 +235,35 @@ def training(
         return Launch(tile, across, side, _long(n, p, c), even, known, warps, p, True, programs, stages=stages)
 
     if across:
-        # Eight bytes at a time for each thread: (128, 3136, 64) takes 2.4 times a copy so, 2.5 with four; with only 16
-        # positions for each program, 2.9. No more programs than run at a time.
-        side = gcd(p, 8 // itemsize)
-        samples, positions, most = (1, 64, 2) if backward and itemsize == 2 else (2, 32, 3 if itemsize == 4 else 4)
+        # Four positions for each thread: (128, 3136, 64) takes 2.4 times a copy so, 3.5 with two. No more programs than
+        # run at a time.
+        side, samples, positions = gcd(p, 4), 1 if backward and itemsize == 4 else 2, 64
         tile, warps = arrange_across(c, min(samples, power_of_two(n)), positions, side)
-        splits = max(1, most * processors // cdiv(p, positions))
+        splits = max(1, 2 * processors // cdiv(p, positions))
         return swept(n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits)
 
     # A row within a warp, or two or four: (32, 512, 1024) takes 1.6 times a copy with 16 features for each thread and
     # two rows at a time, 2.1 with 32. What matters most is that enough is under way: with no tile ahead it takes 2.5,
     # with two 2.1, with three 1.9.
     held = min(32 if features > 2048 or (p == 1 and features <= 1024) else 16, max(8, features // 32))
-    least, splits, stages = 2, 1, 4
-    if p > 1 and 512 < features <= 1024 and features != c and not backward:
-        held, least = 32, 1  # a row within a warp: (256, 197, 768) takes 1.9 so, 2.0 with two warps for each
+    splits, stages = 1, 4
+    in_warp = p > 1 and 512 < features <= 1024 and features != c and not backward  # a row: (256, 197, 768) takes 1.9
+    if in_warp:
+        held = 32
     elif features >= 32 and c % (4 * features // held) and c % (2 * features // held) == 0:
         held *= 2  # so that pieces of a row are whole: (32, 512, 640) takes 2.3 so, 3.0 with masks
+    # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.2 so, 2.3 with 8.
+    short = itemsize == 2 and (backward or in_warp) and features > 512 and c % (8 * features // held) == 0
+    side, least = 8 if short else 4, 1 if in_warp and not short else 2
     warps = max(least, features // (32 * held))
     if features <= 128:
         many = not backward if p == 1 else itemsize == 2
         warps, values, stages = (2, 32, 3) if many else (4, 16, 3)
     elif features <= 256:
-        values = 16 if backward else 32
+        values = 16 if backward and (itemsize == 2 or p == 1) else 32
+        warps = 4 if backward and itemsize == 4 and p > 1 else warps
+    elif c == 512 and few and p > 1 and not backward:  # (32, 196, 512) takes 2.0 so, 2.2 with two warps
+        held, warps, values = 8, 4, 32 if itemsize == 2 else 16
     else:
         values = max(held, 32 if features <= (512 if backward else 1024) else 16)
     if p == 1:  # partial results are as long as rows: few of them where rows are few
@@ -279,7 +286,7 @@ def training(
         values = held if features > 512 else values
         splits = max(1, (6 if features <= 1024 else 2) * processors // p)
     stages = 1 if masked else fitting(stages, size * values * warps * 32, shared)
-    tile, side = arrange(n, c, warps, values, held, 4)
+    tile, side = arrange(n, c, warps, values, held, side)
     return swept(n, p, c, tile, across=False, masked=masked, side=side, warps=warps, splits=splits, stages=stages)
 
 
@@ -290,9 +297,10 @@ def inference(
     """The heuristic for inference. Rows are summed in the same order for any n."""
     features = power_of_two(c)
     if across:
-        side, swapped, stages = gcd(p, 8 // itemsize), False, 1
-        tile, warps = arrange_across(c, 2 if features <= 128 else 1, 32, side)
-        programs = max(1, (16 if itemsize == 4 else 32) // warps)
+        # (32, 12544, 64) takes 1.8 times a copy with four positions for each thread, 2.6 with two.
+        side, swapped, stages = gcd(p, 4 if features <= 128 else 2), False, 1
+        tile, warps = arrange_across(c, 2 if features <= 128 else 1, 64 if features <= 128 else 32, side)
+        programs = max(1, 16 // warps)
     else:
         # What matters is that enough is under way: (4096, 1, 4096) in float32 takes 1.1 times a copy with two tiles
         # ahead, 1.3 with none. And that few programs read the statistics of columns, which are longer than rows.
@@ -301,7 +309,9 @@ def inference(
         values, stages = max(held, 32 if features == 1024 else 16), 4 if itemsize == 2 else 3
         programs = 4 if itemsize == 2 and features > 1024 else 32 // warps
         least = max(16, warps * 128 // features)  # rows enough that each thread has some, or it would have less of each
-        tile, side = arrange(max(p if swapped else n, least), c, warps, values, held, 4)
+        short = itemsize == 2 and features >= 1024 and c % (8 * features // held) == 0
+        side = 8 if short else 4  # (4096, 1, 4096) takes 1.2 so, 1.4 with four
+        tile, side = arrange(max(p if swapped else n, least), c, warps, values, held, side)
         stages = 1 if masked else fitting(stages, prod(tile) * itemsize, shared)
     rows = _rows(tile, across)
     samples, positions = (1, rows) if swapped else (rows, tile[-1] if across else 1)

@@ -86,7 +86,8 @@ def enter(
     column = at
     if ACROSS:
         column = c.to(tl.int64) * P + p
-    mean, var = tiles.load_pair(statistics, column, in_column)
+    mean = tl.load(statistics + column, mask=in_column)
+    var = tl.load(statistics + positions.to(tl.int64) * C + column, mask=in_column)
     mean_F, var_F = tiles.load_pair(statistics, P.to(tl.int64) * (C + N) + p, real)
     program = tl.arange(0, BF)
     bad = tl.sum(1.0 - tl.load(finite + program, mask=program < programs, other=1.0))

@@ -27,7 +27,6 @@ HELD = tl.constexpr(1)  # where A stands
 PIECES = tl.constexpr(0 if VERSION >= (3, 7) else 2)  # where H stands
 LANES = tl.constexpr(3)  # where L stands
 ZERO_AND_ONE = tl.constexpr(0x3F800000_00000000)  # as two float32, the first one lower
-TOGETHER = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would combine values pair by pair
 
 
 @triton.jit
@@ -46,6 +45,18 @@ def indices(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
         n, p, c = b * TILE[0] + a, tl.zeros([1, 1, 1, 1], tl.int32), h * TILE[3] + last
         folded = c + (b * 0 if SIDE < 8 else 0)
     return n, p, c, folded
+
+
+@triton.jit
+def once(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
+    """Which threads write a column, of all that have it."""
+    if ACROSS or SIDE >= 8:
+        first = tl.full([1, 1, 1, 1], 1, tl.int1)
+    elif WARPS == 0:
+        first = tl.arange(0, TILE[1])[:, None, None, None] == 0
+    else:
+        first = tl.arange(0, TILE[1])[None, None, :, None] == 0
+    return first
 
 
 @triton.jit
@@ -137,12 +148,12 @@ def real_values(in_row, c, C, FULL: tl.constexpr, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def fetch(pointers, real, FULL: tl.constexpr):
-    """A tile, in its own type; 0 where there is nothing."""
+def fetch(pointers, real, FULL: tl.constexpr, other: tl.constexpr = 0.0):
+    """A tile, in its own type, or columns; 0 where there is nothing."""
     if FULL:
         tile = tl.load(pointers)
     else:
-        tile = tl.load(pointers, mask=real, other=0.0)
+        tile = tl.load(pointers, mask=real, other=other)
     return tile
 
 
@@ -178,9 +189,98 @@ def load_pair(pointer, at, inside, EVEN: tl.constexpr = False):
 
 
 @triton.jit
-def over_features(t, ACROSS: tl.constexpr):
+def _within(t, DIM: tl.constexpr, WITHIN: tl.constexpr):
+    """Sums over a dimension of which so many entries are within a warp; those of different warps stand last."""
+    if DIM == 0:
+        t = tl.permute(t, (1, 2, 3, 0))
+    elif DIM == 2:
+        t = tl.permute(t, (0, 1, 3, 2))
+    return tl.sum(tl.reshape(t, (t.shape[0], t.shape[1], t.shape[2], t.shape[3] // WITHIN, WITHIN)), 4)
+
+
+@triton.jit
+def _in_place(t, DIM: tl.constexpr):
+    """The last dimension where it was before ``_within``."""
+    if DIM == 0:
+        t = tl.permute(t, (3, 0, 1, 2))
+    elif DIM == 2:
+        t = tl.permute(t, (0, 1, 3, 2))
+    return t
+
+
+@triton.jit
+def _halves(t):
+    """Of the last dimension, which goes from warp to warp: every thread gets what all of them have.
+
+    ``tl.sum`` would let warps wait for each other twice, and up to 16 threads for the same bank of memory.
+    """
+    return tl.split(tl.reshape(t, (t.shape[0], t.shape[1], t.shape[2], t.shape[3] // 2, 2)))
+
+
+@triton.jit
+def _pack(t, u):
+    """Two as one, so that they go from warp to warp together."""
+    both = tl.permute(tl.join(t, u), (0, 1, 2, 4, 3))
+    return tl.reshape(both, (t.shape[0], t.shape[1], t.shape[2] * 2, t.shape[3]))
+
+
+@triton.jit
+def _unpack(both):
+    both = tl.reshape(both, (both.shape[0], both.shape[1], both.shape[2] // 2, 2, both.shape[3]))
+    return tl.split(tl.permute(both, (0, 1, 2, 4, 3)))
+
+
+@triton.jit
+def _over_warps(t):
+    """A sum over the last dimension."""
+    for _ in tl.static_range(10):
+        if t.shape[3] > 1:
+            left, right = _halves(t)
+            t = left + right
+    return t
+
+
+@triton.jit
+def _over(t, DIM: tl.constexpr, WITHIN: tl.constexpr):
+    """A sum over a dimension of which so many entries are within a warp."""
+    if t.shape[DIM] <= WITHIN:
+        total = tl.sum(t, DIM, keep_dims=True)
+    else:
+        total = _in_place(_over_warps(_within(t, DIM, WITHIN)), DIM)
+    return total
+
+
+@triton.jit
+def _both_over(t, u, DIM: tl.constexpr, WITHIN: tl.constexpr):
+    """Two such sums."""
+    if t.shape[DIM] <= WITHIN:
+        t, u = tl.sum(t, DIM, keep_dims=True), tl.sum(u, DIM, keep_dims=True)
+    else:
+        t, u = _unpack(_over_warps(_pack(_within(t, DIM, WITHIN), _within(u, DIM, WITHIN))))
+        t, u = _in_place(t, DIM), _in_place(u, DIM)
+    return t, u
+
+
+@triton.jit
+def over_features(t, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
     """For each row."""
-    return tl.sum(tl.sum(t, PIECES, keep_dims=True), WARPS if ACROSS else LANES, keep_dims=True)
+    t = tl.sum(t, PIECES, keep_dims=True)
+    if ACROSS:
+        total = _over(t, WARPS, max(1, 32 * SIDE // TILE[3]))
+    else:
+        total = _over(t, LANES, 32 * SIDE)
+    return total
+
+
+@triton.jit
+def both_over_features(t, u, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
+    """Two such sums."""
+    t, u = tl.sum(t, PIECES, keep_dims=True), tl.sum(u, PIECES, keep_dims=True)
+    if ACROSS:
+        t, u = _both_over(t, u, WARPS, max(1, 32 * SIDE // TILE[3]))
+    else:
+        t, u = _both_over(t, u, LANES, 32 * SIDE)
+    return t, u
 
 
 @triton.jit
@@ -190,63 +290,64 @@ def fold(t):
 
 
 @triton.jit
-def over_samples(t, ACROSS: tl.constexpr, POOLED: tl.constexpr):
+def over_samples(t, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, POOLED: tl.constexpr):
     """Of what was folded: for each column, where statistics are pooled those of all positions of the tile together."""
     total = t
     if not ACROSS:
-        total = tl.sum(t, WARPS, keep_dims=True)
+        total = _over(t, WARPS, max(1, 32 * SIDE // TILE[3]))
     elif POOLED:
         total = tl.sum(t, LANES, keep_dims=True)
     return total
 
 
 @triton.jit
-def _add_triples(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def all_over_samples(t, u, v, ACROSS: tl.constexpr, POOLED: tl.constexpr):
-    """Three sums ``over_samples`` at once: warps have to meet once and not three times."""
-    if not TOGETHER:
-        t, u, v = over_samples(t, ACROSS, POOLED), over_samples(u, ACROSS, POOLED), over_samples(v, ACROSS, POOLED)
-    elif not ACROSS:
-        t, u, v = tl.reduce((t, u, v), WARPS, _add_triples, keep_dims=True)
+def both_over_samples(t, u, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, POOLED: tl.constexpr):
+    """Two such sums."""
+    if not ACROSS:
+        t, u = _both_over(t, u, WARPS, max(1, 32 * SIDE // TILE[3]))
     elif POOLED:
-        t, u, v = tl.reduce((t, u, v), LANES, _add_triples, keep_dims=True)
-    return t, u, v
+        t, u = tl.sum(t, LANES, keep_dims=True), tl.sum(u, LANES, keep_dims=True)
+    return t, u
 
 
 @triton.jit
-def batch_statistics(v, real, N, ACROSS: tl.constexpr, FULL: tl.constexpr):
+def batch_statistics(v, real, N, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, FULL: tl.constexpr):
     """Eqs 10 and 11 of a whole slab."""
-    mean = over_samples(fold(v), ACROSS, False) * (1.0 / N)
+    mean = over_samples(fold(v), TILE, ACROSS, SIDE, False) * (1.0 / N)
     w = v - mean
     if not FULL:
         w = tl.where(real, w, 0.0)
-    return mean, over_samples(fold(w * w), ACROSS, False) * (1.0 / N)
+    return mean, over_samples(fold(w * w), TILE, ACROSS, SIDE, False) * (1.0 / N)
 
 
 @triton.jit
-def entries(in_row, p, BN: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr, POOLED: tl.constexpr):
+def entries(
+    in_row, p, TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr,
+    POOLED: tl.constexpr,
+):  # fmt: skip
     """How many of the rows of a tile enter each column."""
     if EVEN and POOLED:
         count = tl.zeros([1, 1, 1, 1], tl.float32) + BN * p.shape[3]
     elif EVEN:
         count = tl.zeros(p.shape, tl.float32) + BN
     else:
-        count = over_samples(fold(in_row.to(tl.float32)), ACROSS, POOLED)
+        count = over_samples(fold(in_row.to(tl.float32)), TILE, ACROSS, SIDE, POOLED)
     return count
 
 
 @triton.jit
-def feature_statistics(v, real, C, ACROSS: tl.constexpr, FULL: tl.constexpr):
-    """Eqs 12 and 13, of values already in registers: the mean first, then the squares around it."""
-    mean = over_features(v, ACROSS) * (1.0 / C)
+def feature_statistics(
+    v, real, C, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, FEATURES: tl.constexpr
+):  # fmt: skip
+    """Eqs 12 and 13, of values already in registers: the mean first, then the squares around it.
+
+    Of a row that does not exist, both are 0.
+    """
+    mean = over_features(v, TILE, ACROSS, SIDE) * (1.0 / C)
     u = v - mean
-    if not FULL:
+    if TILE[2] * (TILE[1] if ACROSS else TILE[3]) != FEATURES:
         u = tl.where(real, u, 0.0)
-    return mean, over_features(u * u, ACROSS) * (1.0 / C)
+    return mean, over_features(u * u, TILE, ACROSS, SIDE) * (1.0 / C)
 
 
 @triton.jit

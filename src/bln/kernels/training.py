@@ -69,10 +69,9 @@ def train(
         return y, None
 
     n, p, c, across, pooled = slabs
-    columns, rows = statistics[: 2 * p * (c + n)].view(-1, 2).T.split([p * c, p * n], dim=1)
-    if pooled:
-        columns = columns[:, :c]
-    elif across:
+    columns = statistics[: 2 * (1 if pooled else p) * c].view(2, -1)
+    rows = statistics[2 * p * c : 2 * p * (c + n)].view(-1, 2).T
+    if across and not pooled:
         columns = columns.view(2, c, p).mT
     if not across:
         rows = rows.view(2, p, n).mT

@@ -137,7 +137,7 @@ def main() -> None:
         constants |= {"BS": 2, "BP": 16, "BC": 64, "BF": 1024}
         build(synchronized.join, "join", "*fp32", 4, constants, ["inverse_m"])
     for average in (True, False):
-        constants = {"ACROSS": False, "AVERAGE": average, "SPREAD": True, "BP": 8, "BC": 64, "BF": 1024}
+        constants = {"ACROSS": False, "SIDE": 4, "AVERAGE": average, "SPREAD": True, "BP": 8, "BC": 64, "BF": 1024}
         build(population.enter, "population", "*fp32", 4, constants, ["inverse_m"])
 
 

@@ -299,18 +299,21 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
 
 @pytest.mark.parametrize("channel_dim", [1, 2])
 @pytest.mark.parametrize("swept", [False, True])
-@pytest.mark.parametrize(("along", "value", "enters"), [(0, 1e19, True), (0, 1e20, False), (2, 1e20, False)])
+@pytest.mark.parametrize(
+    ("n", "c", "along", "value", "enters"),
+    [(2, 64, 0, 1e19, True), (2, 64, 0, 1e20, False), (2, 64, 2, 1e20, False), (8, 2, 2, 9e18, False)],
+)
 def test_a_large_variance_enters_and_an_infinite_one_does_not(
-    along, value, enters, swept, channel_dim, monkeypatch, anew
+    n, c, along, value, enters, swept, channel_dim, monkeypatch, anew
 ):
-    """Of columns, finite ones whose sum is not; of rows, where no column varies."""
+    """Of columns, finite ones whose sum is not; of rows, where no column varies, and finite ones whose sum is not."""
     if swept:
         monkeypatch.setattr(launch, "_RESIDENT", 0)
     both = {"channel_dim": channel_dim, "per_position": True, "eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
-    x = torch.full((2, 3, 64), value, device=DEVICE)
+    x = torch.full((n, 3, c), value, device=DEVICE)
     x.narrow(along, 0, x.shape[along] // 2).neg_()
     x = x.movedim(2, channel_dim).contiguous()
-    population = Population(64, (3,)).to(DEVICE)
+    population = Population(c, (3,)).to(DEVICE)
     with np.errstate(over="ignore", invalid="ignore"):
         kernels.train(x, None, None, **both, remember=(population, None))
     assert population.updates.eq(int(enters)).all()

@@ -20,7 +20,7 @@ from . import tiles
 def _store_columns(statistics, q, c, mean_B, var_B, Q, C, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
     """There are some for ``Q`` positions, and room for all."""
     to = statistics + tiles.column_offset(q, c, Q, C, ACROSS)
-    inside = (q < Q) & (c < C) & tiles.once(TILE, ACROSS, SIDE)
+    inside = (q < Q) & (c < C) & tiles.writers(TILE, ACROSS, SIDE)
     tl.store(to, mean_B, mask=inside)
     tl.store(to + Q.to(tl.int64) * C, var_B, mask=inside)
 
@@ -32,7 +32,7 @@ def _store_averages(statistics, p, mean, var, N, P, C):
 
 @triton.jit
 def _store_finite(statistics, program, check, N, P, C):
-    """``check`` is a sum of zeros, each a variance times 0: that is NaN for NaN and infinity."""
+    """``check`` is a sum of variances, and of sums of some, each times 0: that is NaN for NaN and infinity."""
     tl.store(statistics + 2 * P.to(tl.int64) * (C + N + 1) + program, tl.where(check == 0, 1.0, 0.0))
 
 
@@ -53,6 +53,7 @@ def resident(
     b = tiles.parameter(beta, folded, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
     check = tiles.fold((n + ps + c).to(tl.float32) * 0.0)
+    check_F = tl.zeros(ps.shape, tl.float32)
     at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
@@ -63,8 +64,9 @@ def resident(
         mean_F, var_F = tiles.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
         mean_B, var_B = tiles.batch_statistics(v, real, N, TILE, ACROSS, SIDE, FULL)
         sum_var = tiles.fold(var_F)
-        check += var_B * 0.0 + sum_var * 0.0
+        check += var_B * 0.0 + sum_var * 0.0  # with both, threads add up what they have
         sum_mean, sum_var = tiles.both_over_samples(tiles.fold(mean_F), sum_var, TILE, ACROSS, SIDE, False)
+        check_F += sum_var * 0.0
         _store_averages(statistics, p, sum_mean * (1.0 / N), sum_var * (1.0 / N), N, P, C)
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         s_F = w_F * tl.rsqrt(var_F + eps)
@@ -73,7 +75,7 @@ def resident(
 
         _store_columns(statistics, p, folded, mean_B, var_B, P, C, TILE, ACROSS, SIDE)
         tiles.store_pair(rows + block * row_step, row, mean_F, var_F, in_row, EVEN)
-    _store_finite(statistics, tl.program_id(0), tl.sum(check), N, P, C)
+    _store_finite(statistics, tl.program_id(0), tl.sum(check) + tl.sum(check_F), N, P, C)
 
 
 @triton.jit
@@ -99,7 +101,7 @@ def _measure(
     pivot = tiles.over_samples(tiles.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
     total = tiles.fold(v * 0.0)
     square = total
-    sum_mean = tiles.over_features(v, TILE, ACROSS, SIDE) * 0.0
+    sum_mean = tiles.over_features(v, TILE, ACROSS, SIDE) * 0.0  # held by the threads that will hold the rows' means
     sum_var = sum_mean
     count = entries * 0.0
     for start in tl.range(first, last, BN, num_stages=STAGES):

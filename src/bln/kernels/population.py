@@ -48,7 +48,7 @@ def weight_of(count, total, m, momentum, AVERAGE: tl.constexpr):
 def enter(
     statistics, finite, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
     programs, N, P, C, positions, known, m, entries_factor, m_factor, momentum,
-    ACROSS: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr, CHAINED: tl.constexpr,
+    ACROSS: tl.constexpr, SIDE: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr, CHAINED: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Let the statistics of some positions in, if those of all positions are finite.
@@ -62,9 +62,11 @@ def enter(
         batch_mean, ...: The population, for ``known`` positions, of which the first ``positions`` are met here.
         entries_factor, m_factor: Make variances unbiased.
         ACROSS: Positions lie side by side in the statistics, as in the input.
+        SIDE: The number of features is a multiple of it: so many are read at once.
         AVERAGE: Weigh by samples; else by ``momentum``.
         SPREAD: There are two entries or more behind a batch variance.
     """
+    _, C = tiles.sides(P, C, False, SIDE)
     p, c = (tl.program_id(0) * BP + tl.arange(0, BP))[:, None], tl.arange(0, BC)[None, :]
     real, in_column = p < positions, (p < positions) & (c < C)
     at = p.to(tl.int64) * C + c

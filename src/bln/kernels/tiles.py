@@ -43,13 +43,13 @@ def indices(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
         folded = c
     else:
         n, p, c = b * TILE[0] + a, tl.zeros([1, 1, 1, 1], tl.int32), h * TILE[3] + last
-        folded = c + (b * 0 if SIDE < 8 else 0)
+        folded = c + (b * 0 if SIDE < 8 else 0)  # see ``sides``
     return n, p, c, folded
 
 
 @triton.jit
-def once(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
-    """Which threads write a column, of all that have it."""
+def writers(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
+    """Which of the warps that ``folded`` features are in write a column."""
     if ACROSS or SIDE >= 8:
         first = tl.full([1, 1, 1, 1], 1, tl.int1)
     elif WARPS == 0:
@@ -149,7 +149,7 @@ def real_values(in_row, c, C, FULL: tl.constexpr, FEATURES: tl.constexpr):
 
 @triton.jit
 def fetch(pointers, real, FULL: tl.constexpr, other: tl.constexpr = 0.0):
-    """A tile, in its own type, or columns; 0 where there is nothing."""
+    """A tile in its own type, or columns; ``other`` where there is nothing."""
     if FULL:
         tile = tl.load(pointers)
     else:
@@ -190,7 +190,10 @@ def load_pair(pointer, at, inside, EVEN: tl.constexpr = False):
 
 @triton.jit
 def _within(t, DIM: tl.constexpr, WITHIN: tl.constexpr):
-    """Sums over a dimension of which so many entries are within a warp; those of different warps stand last."""
+    """Sums over a dimension, of so many entries each; those of different warps stand last.
+
+    It should be as many as are within a warp: with another number it takes longer.
+    """
     if DIM == 0:
         t = tl.permute(t, (1, 2, 3, 0))
     elif DIM == 2:
@@ -218,14 +221,15 @@ def _halves(t):
 
 
 @triton.jit
-def _pack(t, u):
+def _stack(t, u):
     """Two as one, so that they go from warp to warp together."""
     both = tl.permute(tl.join(t, u), (0, 1, 2, 4, 3))
     return tl.reshape(both, (t.shape[0], t.shape[1], t.shape[2] * 2, t.shape[3]))
 
 
 @triton.jit
-def _unpack(both):
+def _unstack(both):
+    """The two again."""
     both = tl.reshape(both, (both.shape[0], both.shape[1], both.shape[2] // 2, 2, both.shape[3]))
     return tl.split(tl.permute(both, (0, 1, 2, 4, 3)))
 
@@ -237,12 +241,14 @@ def _over_warps(t):
         if t.shape[3] > 1:
             left, right = _halves(t)
             t = left + right
+    tl.static_assert(t.shape[3] == 1)
     return t
 
 
 @triton.jit
-def _over(t, DIM: tl.constexpr, WITHIN: tl.constexpr):
-    """A sum over a dimension of which so many entries are within a warp."""
+def _over(t, DIM: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
+    """A sum over ``L`` or ``B``."""
+    WITHIN: tl.constexpr = 32 * SIDE if DIM == LANES else max(1, 32 * SIDE // TILE[3])
     if t.shape[DIM] <= WITHIN:
         total = tl.sum(t, DIM, keep_dims=True)
     else:
@@ -251,12 +257,13 @@ def _over(t, DIM: tl.constexpr, WITHIN: tl.constexpr):
 
 
 @triton.jit
-def _both_over(t, u, DIM: tl.constexpr, WITHIN: tl.constexpr):
+def _both_over(t, u, DIM: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
     """Two such sums."""
+    WITHIN: tl.constexpr = 32 * SIDE if DIM == LANES else max(1, 32 * SIDE // TILE[3])
     if t.shape[DIM] <= WITHIN:
         t, u = tl.sum(t, DIM, keep_dims=True), tl.sum(u, DIM, keep_dims=True)
     else:
-        t, u = _unpack(_over_warps(_pack(_within(t, DIM, WITHIN), _within(u, DIM, WITHIN))))
+        t, u = _unstack(_over_warps(_stack(_within(t, DIM, WITHIN), _within(u, DIM, WITHIN))))
         t, u = _in_place(t, DIM), _in_place(u, DIM)
     return t, u
 
@@ -266,9 +273,9 @@ def over_features(t, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexp
     """For each row."""
     t = tl.sum(t, PIECES, keep_dims=True)
     if ACROSS:
-        total = _over(t, WARPS, max(1, 32 * SIDE // TILE[3]))
+        total = _over(t, WARPS, TILE, SIDE)
     else:
-        total = _over(t, LANES, 32 * SIDE)
+        total = _over(t, LANES, TILE, SIDE)
     return total
 
 
@@ -277,9 +284,9 @@ def both_over_features(t, u, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.
     """Two such sums."""
     t, u = tl.sum(t, PIECES, keep_dims=True), tl.sum(u, PIECES, keep_dims=True)
     if ACROSS:
-        t, u = _both_over(t, u, WARPS, max(1, 32 * SIDE // TILE[3]))
+        t, u = _both_over(t, u, WARPS, TILE, SIDE)
     else:
-        t, u = _both_over(t, u, LANES, 32 * SIDE)
+        t, u = _both_over(t, u, LANES, TILE, SIDE)
     return t, u
 
 
@@ -294,7 +301,7 @@ def over_samples(t, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr
     """Of what was folded: for each column, where statistics are pooled those of all positions of the tile together."""
     total = t
     if not ACROSS:
-        total = _over(t, WARPS, max(1, 32 * SIDE // TILE[3]))
+        total = _over(t, WARPS, TILE, SIDE)
     elif POOLED:
         total = tl.sum(t, LANES, keep_dims=True)
     return total
@@ -304,7 +311,7 @@ def over_samples(t, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr
 def both_over_samples(t, u, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, POOLED: tl.constexpr):
     """Two such sums."""
     if not ACROSS:
-        t, u = _both_over(t, u, WARPS, max(1, 32 * SIDE // TILE[3]))
+        t, u = _both_over(t, u, WARPS, TILE, SIDE)
     elif POOLED:
         t, u = tl.sum(t, LANES, keep_dims=True), tl.sum(u, LANES, keep_dims=True)
     return t, u

@@ -177,6 +177,8 @@ def case_of(shape, channel_dim=1, per_position=True, dtype=torch.float32, mean=7
 SHAPES = [
     ((40, 2, 513), -1, True, 8),  # swept over by several, features not a power of two
     ((40, 2, 384), -1, True, 8),  # the same, in whole pieces of a tile
+    ((32, 3, 256), -1, True, 1),  # held, a row of two warps backward
+    ((6, 2, 1024), -1, True, 1),  # wide rows
     ((37, 300), 1, True, 4),  # dense
     ((300, 64), 1, True, 1),  # too large to be held
     ((6, 24, 5, 5), 1, True, 1),  # positions side by side
@@ -193,6 +195,7 @@ if GPU:
         ((128, 56, 56, 64), -1, True, None), ((32, 112, 112, 64), -1, True, None), ((64, 28, 28, 256), -1, True, None),
         ((32, 512, 1024), -1, True, None), ((256, 197, 768), -1, True, None), ((128, 7, 7, 2048), -1, True, None),
         ((4096, 4096), 1, True, None), ((128, 64, 56, 56), 1, True, None), ((64, 256, 28, 28), 1, True, None),
+        ((32, 28, 28, 256), -1, True, None), ((32, 14, 14, 512), -1, True, None), ((256, 56, 56, 64), -1, True, None),
         ((64, 64, 56, 56), 1, False, None), ((64, 56, 56, 64), -1, False, None), ((25, 6, 16, 16), 1, True, None),
     ]  # fmt: skip
 

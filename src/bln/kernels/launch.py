@@ -236,10 +236,12 @@ def training(
 
     if across:
         # Four positions for each thread: (128, 3136, 64) takes 2.4 times a copy so, 3.5 with two. No more programs than
-        # run at a time.
-        side, samples, positions = gcd(p, 4), 1 if backward and itemsize == 4 else 2, 64
+        # run at a time. Of two tensors in float32, fewer values.
+        heavy = backward and itemsize == 4
+        samples, positions, side, most = (2, 32, 2, 3) if heavy and pooled else (1 if heavy else 2, 64, 4, 2)
+        side = gcd(p, side)
         tile, warps = arrange_across(c, min(samples, power_of_two(n)), positions, side)
-        splits = max(1, 2 * processors // cdiv(p, positions))
+        splits = max(1, most * processors // cdiv(p, positions))
         return swept(n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits)
 
     # A row within a warp, or two or four: (32, 512, 1024) takes 1.6 times a copy with 16 features for each thread and
@@ -253,7 +255,8 @@ def training(
     elif features >= 32 and c % (4 * features // held) and c % (2 * features // held) == 0:
         held *= 2  # so that pieces of a row are whole: (32, 512, 640) takes 2.3 so, 3.0 with masks
     # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.2 so, 2.3 with 8.
-    short = itemsize == 2 and (backward or in_warp) and features > 512 and c % (8 * features // held) == 0
+    wide = features > (512 if p > 1 else 1024)
+    short = itemsize == 2 and (backward or in_warp) and wide and c % (8 * features // held) == 0
     side, least = 8 if short else 4, 1 if in_warp and not short else 2
     warps = max(least, features // (32 * held))
     if features <= 128:
@@ -297,9 +300,10 @@ def inference(
     """The heuristic for inference. Rows are summed in the same order for any n."""
     features = power_of_two(c)
     if across:
-        # (32, 12544, 64) takes 1.8 times a copy with four positions for each thread, 2.6 with two.
-        side, swapped, stages = gcd(p, 4 if features <= 128 else 2), False, 1
-        tile, warps = arrange_across(c, 2 if features <= 128 else 1, 64 if features <= 128 else 32, side)
+        # (32, 12544, 64) takes 1.8 times a copy with 64 positions for each program, 2.6 with 32.
+        positions, side = (64, 4) if features <= 128 and p >= 1024 else (32, 8 // itemsize)
+        side, swapped, stages = gcd(p, side), False, 1
+        tile, warps = arrange_across(c, 2 if features <= 128 else 1, positions, side)
         programs = max(1, 16 // warps)
     else:
         # What matters is that enough is under way: (4096, 1, 4096) in float32 takes 1.1 times a copy with two tiles

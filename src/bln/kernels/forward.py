@@ -64,7 +64,7 @@ def resident(
         mean_F, var_F = tiles.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
         mean_B, var_B = tiles.batch_statistics(v, real, N, TILE, ACROSS, SIDE, FULL)
         sum_var = tiles.fold(var_F)
-        check += var_B * 0.0 + sum_var * 0.0  # with both, threads add up what they have
+        check += var_B * 0.0 + sum_var * 0.0  # the second, so that it stays with the threads of the tile
         sum_mean, sum_var = tiles.both_over_samples(tiles.fold(mean_F), sum_var, TILE, ACROSS, SIDE, False)
         check_F += sum_var * 0.0
         _store_averages(statistics, p, sum_mean * (1.0 / N), sum_var * (1.0 / N), N, P, C)

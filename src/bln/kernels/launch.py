@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Any
 
-_RESIDENT = 16384  # values of a slab that registers hold; of two tensors in float32, half of it
+_RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
 
@@ -211,7 +211,8 @@ def training(
     size = (2 if backward else 1) * itemsize  # of what is loaded for each value
 
     few = p <= 2 * processors
-    whole = _RESIDENT // (2 if (backward if itemsize == 4 else features > 128) else 1)
+    half = backward if itemsize == 4 else features > 128  # two tensors in float32; wide rows, which are swept over well
+    whole = _RESIDENT // 2 if half else _RESIDENT
     if alone and across and not (masked or pooled) and slab * _BLOCK <= whole // 4 and p <= 2 * processors * _BLOCK:
         # (25, 256, 6) takes 3 us so, 8 if swept over in two launches; with 32 positions for each program 7.
         tile, blocks = (power_of_two(n), 1, features, _BLOCK), cdiv(p, _BLOCK)
@@ -249,12 +250,13 @@ def training(
     # with two 2.1, with three 1.9.
     held = min(32 if features > 2048 or (p == 1 and features <= 1024) else 16, max(8, features // 32))
     splits, stages = 1, 4
-    in_warp = p > 1 and 512 < features <= 1024 and features != c and not backward  # a row: (256, 197, 768) takes 1.9
+    in_warp = p > 1 and 512 < features <= 1024 and features != c and not backward
     if in_warp:
-        held = 32
+        held = 32  # (256, 197, 768) takes 1.8 so, 2.0 with two warps for a row
     elif features >= 32 and c % (4 * features // held) and c % (2 * features // held) == 0:
         held *= 2  # so that pieces of a row are whole: (32, 512, 640) takes 2.3 so, 3.0 with masks
     # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.2 so, 2.3 with 8.
+    # But (16384, 1, 1024) takes 2.5 and 2.2.
     wide = features > (512 if p > 1 else 1024)
     short = itemsize == 2 and (backward or in_warp) and wide and c % (8 * features // held) == 0
     side, least = 8 if short else 4, 1 if in_warp and not short else 2

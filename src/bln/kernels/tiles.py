@@ -13,7 +13,8 @@ Indices and sums keep four dimensions, those they do not depend on being 1, so t
 Columns are what depends on features and positions, rows what depends on samples and positions. ``EVEN`` says that all
 rows of all tiles exist; ``FULL``, that features fill them, too, so that nothing has to be masked. ``FEATURES`` is the
 number of these, where they fill whole pieces ``H`` of a tile: the compiler then leaves the others out; else it is 0.
-``LONG`` says that 32 bits do not count all values.
+``LONG`` says that 32 bits do not count all values. Which threads hold a result the compiler decides; moving it costs as
+much as a sum over warps, so that code here is written to leave it where it is.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def indices(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def writers(TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
-    """Which of the warps that ``folded`` features are in write a column."""
+    """Which entries of ``B`` write a column; with ``folded`` features, all of them have it."""
     if ACROSS or SIDE >= 8:
         first = tl.full([1, 1, 1, 1], 1, tl.int1)
     elif WARPS == 0:
@@ -271,23 +272,14 @@ def _both_over(t, u, DIM: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
 @triton.jit
 def over_features(t, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
     """For each row."""
-    t = tl.sum(t, PIECES, keep_dims=True)
-    if ACROSS:
-        total = _over(t, WARPS, TILE, SIDE)
-    else:
-        total = _over(t, LANES, TILE, SIDE)
-    return total
+    return _over(tl.sum(t, PIECES, keep_dims=True), WARPS if ACROSS else LANES, TILE, SIDE)
 
 
 @triton.jit
 def both_over_features(t, u, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
     """Two such sums."""
     t, u = tl.sum(t, PIECES, keep_dims=True), tl.sum(u, PIECES, keep_dims=True)
-    if ACROSS:
-        t, u = _both_over(t, u, WARPS, TILE, SIDE)
-    else:
-        t, u = _both_over(t, u, LANES, TILE, SIDE)
-    return t, u
+    return _both_over(t, u, WARPS if ACROSS else LANES, TILE, SIDE)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import reductions, tiles
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _row_sums(d, along, r_F, gamma, C, TILE: tl.constexpr, ACROSS: tl.constexpr,
 
     ``along`` is dy times that distance.
     """
-    flat, along = tiles.both_over_features(d * gamma, along * gamma, TILE, ACROSS, SIDE)
+    flat, along = reductions.both_over_features(d * gamma, along * gamma, TILE, ACROSS, SIDE)
     return flat * (1.0 / C), along * (r_F * r_F * (1.0 / C))
 
 
@@ -71,7 +71,7 @@ def resident(
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
     g = tiles.parameter(gamma, folded, C, 1.0)
     rows = statistics + 2 * P.to(tl.int64) * C
-    dgamma = tiles.fold((n + ps + c).to(tl.float32) * 0.0)  # of the samples a thread has, and all positions
+    dgamma = reductions.fold((n + ps + c).to(tl.float32) * 0.0)  # of the samples a thread has, and all positions
     dbeta = dgamma
     at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
@@ -87,14 +87,14 @@ def resident(
         along = d * (v - mean_F)  # out of bounds d is 0, and so are its products
         flat_F, along_F = _row_sums(d, along, r_F, g, C, TILE, ACROSS, SIDE)
         s_B = w_B * r_B
-        total, dot_B = tiles.fold(d), tiles.fold(d * (v - mean_B))
+        total, dot_B = reductions.fold(d), reductions.fold(d * (v - mean_B))
         dbeta += total
-        dgamma += s_B * dot_B + w_F * tiles.fold(along * r_F)
-        total, dot_B = tiles.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, False)
+        dgamma += s_B * dot_B + w_F * reductions.fold(along * r_F)
+        total, dot_B = reductions.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, False)
         flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, N)
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT)
         tiles.put(dx + block * step + at, out, real, FULL)
-    dgamma, dbeta = tiles.both_over_samples(dgamma, dbeta, TILE, ACROSS, SIDE, False)
+    dgamma, dbeta = reductions.both_over_samples(dgamma, dbeta, TILE, ACROSS, SIDE, False)
     _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, C, ACROSS)
 
 
@@ -113,7 +113,7 @@ def _sums(
     rows = statistics + 2 * P.to(tl.int64) * C
     at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = tiles.strides(P, C, ACROSS)
-    total = tiles.fold((ns + p + c).to(tl.float32) * 0.0)
+    total = reductions.fold((ns + p + c).to(tl.float32) * 0.0)
     dot_B = total
     dot_F = total
     for start in tl.range(first, last, BN, num_stages=STAGES):
@@ -127,16 +127,16 @@ def _sums(
         along = d * (v - mean_F)
         flat_F, along_F = _row_sums(d, along, r_F, gamma, C, TILE, ACROSS, SIDE)
         tiles.store_pair(sums + start * row_step, row, flat_F, along_F, (n < last) & (p < P), EVEN)
-        total += tiles.fold(d)
+        total += reductions.fold(d)
         if SHORT:
-            dot_B += tiles.fold(d * v)
+            dot_B += reductions.fold(d * v)
         else:
-            dot_B += tiles.fold(d * (v - mean_B))
-        dot_F += tiles.fold(along * r_F)
+            dot_B += reductions.fold(d * (v - mean_B))
+        dot_F += reductions.fold(along * r_F)
     if SHORT:
         dot_B -= mean_B * total
-    total, dot_B = tiles.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, POOLED)
-    return total, dot_B, tiles.over_samples(dot_F, TILE, ACROSS, SIDE, POOLED)
+    total, dot_B = reductions.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, POOLED)
+    return total, dot_B, reductions.over_samples(dot_F, TILE, ACROSS, SIDE, POOLED)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import reductions, tiles
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def resident(
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
-    check = tiles.fold((n + ps + c).to(tl.float32) * 0.0)
+    check = reductions.fold((n + ps + c).to(tl.float32) * 0.0)
     check_F = tl.zeros(ps.shape, tl.float32)
     at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
@@ -61,11 +61,11 @@ def resident(
         in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + block * step + at, real, FULL).to(tl.float32)
-        mean_F, var_F = tiles.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
-        mean_B, var_B = tiles.batch_statistics(v, real, N, TILE, ACROSS, SIDE, FULL)
-        sum_var = tiles.fold(var_F)
+        mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+        mean_B, var_B = reductions.batch_statistics(v, real, N, TILE, ACROSS, SIDE, FULL)
+        sum_var = reductions.fold(var_F)
         check += var_B * 0.0 + sum_var * 0.0  # the second, so that it stays with the threads of the tile
-        sum_mean, sum_var = tiles.both_over_samples(tiles.fold(mean_F), sum_var, TILE, ACROSS, SIDE, False)
+        sum_mean, sum_var = reductions.both_over_samples(reductions.fold(mean_F), sum_var, TILE, ACROSS, SIDE, False)
         check_F += sum_var * 0.0
         _store_averages(statistics, p, sum_mean * (1.0 / N), sum_var * (1.0 / N), N, P, C)
         s_B = w_B * g * tl.rsqrt(var_B + eps)
@@ -97,11 +97,13 @@ def _measure(
     in_row = tiles.real_rows(first + ns, p, last, P, hidden, EVEN, MASKED)
     real = tiles.real_values(in_row, c, C, FULL, FEATURES)
     v = tiles.fetch(x + first * step + at, real, FULL).to(tl.float32)
-    entries = tiles.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
-    pivot = tiles.over_samples(tiles.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
-    total = tiles.fold(v * 0.0)
+    entries = reductions.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
+    pivot = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
+    total = reductions.fold(v * 0.0)
     square = total
-    sum_mean = tiles.over_features(v, TILE, ACROSS, SIDE) * 0.0  # held by the threads that will hold the rows' means
+    sum_mean = (
+        reductions.over_features(v, TILE, ACROSS, SIDE) * 0.0
+    )  # held by the threads that will hold the rows' means
     sum_var = sum_mean
     count = entries * 0.0
     for start in tl.range(first, last, BN, num_stages=STAGES):
@@ -109,25 +111,27 @@ def _measure(
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
-        mean_F, var_F = tiles.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+        mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
         tiles.store_pair(rows + start * row_step, row, mean_F, var_F, (n < last) & (p < P), EVEN)
         sum_mean += mean_F  # 0 where there is no row
         sum_var += var_F
-        entries = tiles.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
+        entries = reductions.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
         if MASKED:  # as long as a column has no entry, nothing was summed around anything
-            here = tiles.over_samples(tiles.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
+            here = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
             pivot = tl.where(count == 0, here, pivot)
         count += entries
         w = v - pivot
         if not FULL:
             w = tl.where(real, w, 0.0)
-        total += tiles.fold(w)
-        square += tiles.fold(w * w)
+        total += reductions.fold(w)
+        square += reductions.fold(w * w)
     divisor = tl.maximum(count, 1.0)
-    moved = tiles.over_samples(total, TILE, ACROSS, SIDE, POOLED) / divisor
-    squares = tiles.over_samples(square, TILE, ACROSS, SIDE, POOLED) - moved * moved * divisor
+    moved = reductions.over_samples(total, TILE, ACROSS, SIDE, POOLED) / divisor
+    squares = reductions.over_samples(square, TILE, ACROSS, SIDE, POOLED) - moved * moved * divisor
     squares = tl.where(squares < 0, 0.0, squares)  # by rounding
-    sum_mean, sum_var = tiles.both_over_samples(tiles.fold(sum_mean), tiles.fold(sum_var), TILE, ACROSS, SIDE, POOLED)
+    sum_mean, sum_var = reductions.both_over_samples(
+        reductions.fold(sum_mean), reductions.fold(sum_var), TILE, ACROSS, SIDE, POOLED
+    )
     return count, pivot + moved, squares, sum_mean, sum_var
 
 

@@ -17,7 +17,7 @@ from .. import formula
 from ..config import StatisticsConfig
 from ..formula import Statistics
 from ..functional import current
-from . import launch, tiles
+from . import launch, reductions, tiles
 from .slabs import (
     Entries,
     Options,
@@ -213,12 +213,12 @@ def _normalize(
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
         if not (MEAN_F or VAR_F):
-            mean_F, var_F = tiles.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+            mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
         elif not MEAN_F:
-            mean_F = tiles.over_features(v, TILE, ACROSS, SIDE) * (1.0 / C)  # eq 20
+            mean_F = reductions.over_features(v, TILE, ACROSS, SIDE) * (1.0 / C)  # eq 20
         elif not VAR_F:  # around the mean that was chosen
             u = tl.where(real, v - mean_F, 0.0)
-            var_F = tiles.over_features(u * u, TILE, ACROSS, SIDE) * (1.0 / C)  # eq 21
+            var_F = reductions.over_features(u * u, TILE, ACROSS, SIDE) * (1.0 / C)  # eq 21
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)

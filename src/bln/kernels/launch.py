@@ -236,8 +236,8 @@ def training(
         return Launch(tile, across, side, _long(n, p, c), even, known, warps, p, True, programs, stages=stages)
 
     if across:
-        # Four positions for each thread: (128, 3136, 64) takes 2.4 times a copy so, 3.5 with two. No more programs than
-        # run at a time. Of two tensors in float32, fewer values.
+        # 64 positions for each program: (128, 3136, 64) takes 2.4 times a copy so, 2.5 with 32; backward 2.4 and 2.9
+        # times an addition. No more programs than run at a time. Of two tensors in float32, fewer values.
         heavy = backward and itemsize == 4
         samples, positions, side, most = (2, 32, 2, 3) if heavy and pooled else (1 if heavy else 2, 64, 4, 2)
         side = gcd(p, side)
@@ -306,7 +306,7 @@ def inference(
         positions, side = (64, 4) if features <= 128 and p >= 1024 else (32, 8 // itemsize)
         side, swapped, stages = gcd(p, side), False, 1
         tile, warps = arrange_across(c, 2 if features <= 128 else 1, positions, side)
-        programs = max(1, 16 // warps)
+        programs = max(1, (32 if itemsize == 2 and positions == 32 else 16) // warps)
     else:
         # What matters is that enough is under way: (4096, 1, 4096) in float32 takes 1.1 times a copy with two tiles
         # ahead, 1.3 with none. And that few programs read the statistics of columns, which are longer than rows.

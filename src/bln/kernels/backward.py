@@ -206,7 +206,8 @@ def sweep(
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
     """
-    tiles.begin_next(CHAINED)
+    if DIFFERENTIATE:
+        tiles.begin_next(CHAINED)
     if not SUM:
         tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -232,6 +233,7 @@ def sweep(
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
+        tiles.begin_next(CHAINED)
         blocks = tl.num_programs(0) // splits
         if POOLED:
             split, splits, block, blocks = tl.program_id(0), tl.num_programs(0), 0, 1
@@ -261,7 +263,7 @@ def sweep(
             total = tl.zeros(column.shape, tl.float32)
             dot_B = tl.zeros(column.shape, tl.float32)
             dot_F = tl.zeros(column.shape, tl.float32)
-            for part in range(parts):
+            for part in tl.range(parts, loop_unroll_factor=4):
                 of = partials + part * columns + column
                 total += tl.load(of, mask=in_column, other=0.0)
                 dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
@@ -284,8 +286,8 @@ def sweep(
 @triton.jit(do_not_specialize=["number", "width"])
 def add(parts, total, number, width, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum ``[outer, number, width]`` over the number."""
-    tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
+    tiles.begin_next(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     parts += tl.program_id(1).to(tl.int64) * number * width
     found = tl.zeros([1, BLOCK], tl.float32)

@@ -174,7 +174,8 @@ def sweep(
     ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
     second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
     """
-    tiles.begin_next(CHAINED)
+    if NORMALIZE:
+        tiles.begin_next(CHAINED)
     if not MEASURE:
         tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -192,6 +193,7 @@ def sweep(
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if MEASURE and not NORMALIZE:
+        tiles.begin_next(CHAINED)
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
         _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, ACROSS)
@@ -242,7 +244,7 @@ def _join(partials, parts, p, c, P, C, ACROSS: tl.constexpr):
     sum_var = tl.zeros(p.shape, tl.float32)
     mean = tl.zeros(column.shape, tl.float32)
     square = tl.zeros(column.shape, tl.float32)
-    for part in range(parts):
+    for part in tl.range(parts, loop_unroll_factor=4):
         at = partials + part * columns + column
         moved = tl.load(at, mask=in_column, other=0.0) - mean
         within = tl.load(at + parts * columns, mask=in_column, other=0.0)
@@ -256,34 +258,56 @@ def _join(partials, parts, p, c, P, C, ACROSS: tl.constexpr):
     return count, mean, square, sum_mean, sum_var
 
 
+@triton.jit
+def _chan(mean, square, count, other_mean, other_square, other_count):
+    """Two parts as one."""
+    share = other_count / tl.maximum(count + other_count, 1.0)
+    moved = other_mean - mean
+    return mean + share * moved, square + other_square + count * share * moved * moved, count + other_count
+
+
+@triton.jit
+def _plus(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
 @triton.jit(do_not_specialize=["P", "C", "parts", "groups"])
 def merge(
     partials, joined, P, C, parts, groups, ACROSS: tl.constexpr, CHAINED: tl.constexpr, BS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each ``BS`` of many parts joined into one, in the same layout: for ``sweep``, whose programs would read all."""
-    tiles.begin_next(CHAINED)
+    """Each ``BS`` of many parts joined into one, in the same layout: for ``sweep``, whose programs would read all.
+
+    A program has some features of one position; ``ACROSS``, positions of one feature.
+    """
     tiles.wait_for_previous(CHAINED)
+    tiles.begin_next(CHAINED)
     columns, group = P.to(tl.int64) * C, tl.program_id(1)
-    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    part = group * BS + tl.arange(0, BS)[:, None]
-    p, once = at // C, (at < columns) & (at % C == 0)  # where something stands for a position, one column is enough
+    inner = C
     if ACROSS:
-        p, once = at % P, at < P
-    found = (part < parts) & (at < columns)
-    means = tl.load(partials + part * columns + at, mask=found, other=0.0)
-    squares = tl.load(partials + (parts + part) * columns + at, mask=found, other=0.0)
-    counts = partials + 2 * parts * columns + part * P + p
-    has = tl.load(counts, mask=found, other=0.0)
-    sum_mean = tl.sum(tl.load(counts + parts * P, mask=found & once, other=0.0), 0, keep_dims=True)
-    sum_var = tl.sum(tl.load(counts + 2 * parts * P, mask=found & once, other=0.0), 0, keep_dims=True)
-    count = tl.sum(has, 0, keep_dims=True)
-    mean = tl.sum(has * means, 0, keep_dims=True) / tl.maximum(count, 1.0)
-    moved = means - mean
-    square = tl.sum(squares + has * moved * moved, 0, keep_dims=True)
-    tl.store(joined + group * columns + at, mean, mask=at < columns)
-    tl.store(joined + (groups + group) * columns + at, square, mask=at < columns)
-    counts = joined + 2 * groups * columns + group * P + p
-    tl.store(counts, count, mask=once)
-    tl.store(counts + groups * P, sum_mean, mask=once)
-    tl.store(counts + 2 * groups * P, sum_var, mask=once)
+        inner = P
+    blocks = tl.cdiv(inner, BLOCK)
+    outer, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at, inside = outer.to(tl.int64) * inner + i, i < inner
+    p, real, first = outer + tl.zeros([1, 1], tl.int32), tl.full([1, 1], 1, tl.int1), block
+    if ACROSS:
+        p, real, first = i, inside, outer
+    part = group * BS + tl.arange(0, BS)[:, None]
+    there = part < parts
+    rows = partials + 2 * parts * columns + part * P + p
+    has = tl.load(rows, mask=there & real, other=0.0)
+    wanted = (part < tl.where(first == 0, parts, 0)) & real
+    sum_mean = tl.load(rows + parts * P, mask=wanted, other=0.0)
+    sum_var = tl.load(rows + 2 * parts * P, mask=wanted, other=0.0)
+    means = tl.load(partials + part * columns + at, mask=there & inside, other=0.0)
+    squares = tl.load(partials + (parts + part) * columns + at, mask=there & inside, other=0.0)
+    mean, square, _ = tl.reduce((means, squares, tl.broadcast_to(has, means.shape)), 0, _chan, keep_dims=True)
+    tl.store(joined + group * columns + at, mean, mask=inside)
+    tl.store(joined + (groups + group) * columns + at, square, mask=inside)
+    if first == 0:
+        count, mean_F, var_F = tl.reduce((has, sum_mean, sum_var), 0, _plus, keep_dims=True)
+        to = joined + 2 * groups * columns + group * P + p
+        tl.store(to, count, mask=real)
+        tl.store(to + groups * P, mean_F, mask=real)
+        tl.store(to + 2 * groups * P, var_F, mask=real)

@@ -167,8 +167,10 @@ def measure(
         tile = _tall(parts)
         groups = launch.cdiv(parts, tile["BS"])
         joined = torch.empty(groups * q * (2 * c + 3), dtype=torch.float32, device=x.device)
-        forward.merge[(launch.cdiv(q * c, tile["BLOCK"]), groups)](
-            partials, joined, q, c, parts, groups, ACROSS=chosen.across, **tile, **after
+        across = chosen.across and q > 1
+        outer, inner = (c, q) if across else (q, c)
+        forward.merge[(outer * launch.cdiv(inner, tile["BLOCK"]), groups)](
+            partials, joined, q, c, parts, groups, ACROSS=across, **tile, **after
         )
         partials, parts = joined, groups
     return partials, parts

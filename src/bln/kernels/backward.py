@@ -208,8 +208,6 @@ def sweep(
     """
     if DIFFERENTIATE:
         tiles.begin_next(CHAINED)
-    if not SUM:
-        tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
@@ -263,7 +261,7 @@ def sweep(
             total = tl.zeros(column.shape, tl.float32)
             dot_B = tl.zeros(column.shape, tl.float32)
             dot_F = tl.zeros(column.shape, tl.float32)
-            for part in tl.range(parts, loop_unroll_factor=4):
+            for part in range(parts):
                 of = partials + part * columns + column
                 total += tl.load(of, mask=in_column, other=0.0)
                 dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
@@ -287,7 +285,6 @@ def sweep(
 def add(parts, total, number, width, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum ``[outer, number, width]`` over the number."""
     tiles.wait_for_previous(CHAINED)
-    tiles.begin_next(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     parts += tl.program_id(1).to(tl.int64) * number * width
     found = tl.zeros([1, BLOCK], tl.float32)

@@ -94,18 +94,12 @@ def _measure(
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
     at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = tiles.strides(P, C, ACROSS)
-    in_row = tiles.real_rows(first + ns, p, last, P, hidden, EVEN, MASKED)
-    real = tiles.real_values(in_row, c, C, FULL, FEATURES)
-    v = tiles.fetch(x + first * step + at, real, FULL).to(tl.float32)
-    entries = reductions.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
-    pivot = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
-    total = reductions.fold(v * 0.0)
+    total = tl.zeros(reductions.fold(ns + p + c).shape, tl.float32)
     square = total
-    sum_mean = (
-        reductions.over_features(v, TILE, ACROSS, SIDE) * 0.0
-    )  # held by the threads that will hold the rows' means
+    sum_mean = tl.zeros((ns + p).shape, tl.float32)
     sum_var = sum_mean
-    count = entries * 0.0
+    count = tl.zeros([1, 1, 1, 1] if POOLED else p.shape, tl.float32)
+    pivot = tl.zeros(c.shape if POOLED else (p + c).shape, tl.float32)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
@@ -119,6 +113,8 @@ def _measure(
         if MASKED:  # as long as a column has no entry, nothing was summed around anything
             here = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
             pivot = tl.where(count == 0, here, pivot)
+        elif start == first:
+            pivot = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
         count += entries
         w = v - pivot
         if not FULL:
@@ -176,8 +172,6 @@ def sweep(
     """
     if NORMALIZE:
         tiles.begin_next(CHAINED)
-    if not MEASURE:
-        tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
@@ -244,7 +238,7 @@ def _join(partials, parts, p, c, P, C, ACROSS: tl.constexpr):
     sum_var = tl.zeros(p.shape, tl.float32)
     mean = tl.zeros(column.shape, tl.float32)
     square = tl.zeros(column.shape, tl.float32)
-    for part in tl.range(parts, loop_unroll_factor=4):
+    for part in range(parts):
         at = partials + part * columns + column
         moved = tl.load(at, mask=in_column, other=0.0) - mean
         within = tl.load(at + parts * columns, mask=in_column, other=0.0)
@@ -281,7 +275,6 @@ def merge(
     A program has some features of one position; ``ACROSS``, positions of one feature.
     """
     tiles.wait_for_previous(CHAINED)
-    tiles.begin_next(CHAINED)
     columns, group = P.to(tl.int64) * C, tl.program_id(1)
     inner = C
     if ACROSS:

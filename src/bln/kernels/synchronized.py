@@ -99,7 +99,7 @@ def _row(table, row, number: tl.constexpr):
 def join(
     messages, joined, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
     ranks, P, C, known, momentum,
-    ACROSS: tl.constexpr, POOLED: tl.constexpr, LEARN: tl.constexpr, AVERAGE: tl.constexpr, CHAINED: tl.constexpr,
+    ACROSS: tl.constexpr, POOLED: tl.constexpr, LEARN: tl.constexpr, AVERAGE: tl.constexpr,
     BS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """The messages of all ranks as one partial result of ``P`` positions, and ``1/m`` behind it; and the population,
@@ -108,7 +108,6 @@ def join(
     A mini-batch with a row variance that is not finite does not enter: NaN and infinity show in them. A batch variance
     may still overflow, which keeps out its position alone.
     """
-    tiles.begin_next(CHAINED)
     part = tl.arange(0, BS)[:, None, None]
     columns, own_columns = known.to(tl.int64) * C, P.to(tl.int64) * C
     step = 2 * columns + (4 if POOLED else 3) * known
@@ -238,7 +237,7 @@ def _join_messages(
         messages, joined, *(kept or (None,) * 7), ranks, p, c, known, 0.0 if momentum is None else momentum,
         ACROSS=across, POOLED=not task.per_position, LEARN=remember is not None, AVERAGE=momentum is None,
         BS=tall, BP=high, BC=wide, BF=min(1024, launch.power_of_two(known)),
-        num_warps=max(1, min(8, tall * high * wide // 256)), **chain(messages.device)[0],
+        num_warps=max(1, min(8, tall * high * wide // 256)),
     )  # fmt: skip
     written(kept)
     return joined
@@ -269,7 +268,7 @@ class _Train(torch.autograd.Function):
         forward.sweep[(chosen.blocks * chosen.splits,)](
             x, y, None, gamma, beta, statistics, joined, inverse_m, n, p, c, chosen.run, chosen.splits, 1,
             numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False, POOLED=pooled,
-            MEASURE=False, NORMALIZE=True, SHARED=True, **chain(x.device)[1], **chosen.constants,
+            MEASURE=False, NORMALIZE=True, SHARED=True, **chain(x.device)[0], **chosen.constants,
         )  # fmt: skip
         ctx.rest = slabs, numbers, task
         ctx.save_for_backward(x, gamma, beta, statistics, joined[2 * q * c :], inverse_m)

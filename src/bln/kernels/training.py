@@ -119,7 +119,7 @@ def _forward(
     statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
     chosen = choose(slabs, x.element_size(), x.device, left is not None, False)
     eps, mix_eps, scale, inverse_m = numbers
-    begin, after = chain(x.device)
+    begin, _ = chain(x.device)
     if chosen.resident:
         forward.resident[(chosen.programs,)](
             x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps,
@@ -133,7 +133,7 @@ def _forward(
     forward.sweep[(chosen.blocks * chosen.splits,)](
         x, y, hidden, gamma, beta, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, parts,
         mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone, NORMALIZE=True,
-        **(begin if alone else after), **chosen.constants,
+        **begin, **chosen.constants,
     )  # fmt: skip
     return y, statistics, chosen
 
@@ -196,7 +196,7 @@ def _backward(
     dx = torch.empty_like(x)
     chosen = choose(slabs, x.element_size(), x.device, left is not None, True)
     eps, mix_eps, scale, inverse_m = numbers
-    begin, after = chain(x.device)
+    begin, _ = chain(x.device)
     rows = torch.empty(chosen.flags, 2, c, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
@@ -213,7 +213,7 @@ def _backward(
         backward.sweep[(programs,)](
             x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, p, c,
             chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
-            SUM=sum_, DIFFERENTIATE=differentiate, **(begin if sum_ else after), **chosen.constants,
+            SUM=sum_, DIFFERENTIATE=differentiate, **begin, **chosen.constants,
         )  # fmt: skip
 
     if chosen.splits == 1 and not pooled:

@@ -94,12 +94,16 @@ def _measure(
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
     at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = tiles.strides(P, C, ACROSS)
-    total = tl.zeros(reductions.fold(ns + p + c).shape, tl.float32)
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, EVEN, MASKED)
+    real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+    v = tiles.fetch(x + first * step + at, real, FULL).to(tl.float32)
+    entries = reductions.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
+    pivot = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
+    total = tl.zeros(reductions.fold(v).shape, tl.float32)
     square = total
     sum_mean = tl.zeros((ns + p).shape, tl.float32)
     sum_var = sum_mean
-    count = tl.zeros([1, 1, 1, 1] if POOLED else p.shape, tl.float32)
-    pivot = tl.zeros(c.shape if POOLED else (p + c).shape, tl.float32)
+    count = tl.zeros(entries.shape, tl.float32)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
@@ -113,8 +117,6 @@ def _measure(
         if MASKED:  # as long as a column has no entry, nothing was summed around anything
             here = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
             pivot = tl.where(count == 0, here, pivot)
-        elif start == first:
-            pivot = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
         count += entries
         w = v - pivot
         if not FULL:
@@ -187,7 +189,7 @@ def sweep(
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if MEASURE and not NORMALIZE:
-        tiles.begin_next(CHAINED)
+        tiles.begin_next(CHAINED)  # no earlier: (128, 3136, 64), pooled and across, would take 3 us more
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
         _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, ACROSS)
@@ -229,7 +231,7 @@ def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, su
 
 @triton.jit
 def _join(partials, parts, p, c, P, C, ACROSS: tl.constexpr):
-    """All parts together, one after the other, by Chan's formula."""
+    """All parts together, one after the other."""
     columns = P.to(tl.int64) * C
     column, in_column = tiles.column_offset(p, c, P, C, ACROSS), (p < P) & (c < C)
     counts = partials + 2 * parts * columns + p
@@ -240,29 +242,13 @@ def _join(partials, parts, p, c, P, C, ACROSS: tl.constexpr):
     square = tl.zeros(column.shape, tl.float32)
     for part in range(parts):
         at = partials + part * columns + column
-        moved = tl.load(at, mask=in_column, other=0.0) - mean
-        within = tl.load(at + parts * columns, mask=in_column, other=0.0)
-        has = tl.load(counts + part * P, mask=p < P, other=0.0)
+        its_mean = tl.load(at, mask=in_column, other=0.0)
+        its_square = tl.load(at + parts * columns, mask=in_column, other=0.0)
+        its_count = tl.load(counts + part * P, mask=p < P, other=0.0)
         sum_mean += tl.load(counts + (parts + part) * P, mask=p < P, other=0.0)
         sum_var += tl.load(counts + (2 * parts + part) * P, mask=p < P, other=0.0)
-        share = has / tl.maximum(count + has, 1.0)
-        mean += share * moved
-        square += within + count * share * moved * moved
-        count += has
+        mean, square, count = reductions.chan(mean, square, count, its_mean, its_square, its_count)
     return count, mean, square, sum_mean, sum_var
-
-
-@triton.jit
-def _chan(mean, square, count, other_mean, other_square, other_count):
-    """Two parts as one."""
-    share = other_count / tl.maximum(count + other_count, 1.0)
-    moved = other_mean - mean
-    return mean + share * moved, square + other_square + count * share * moved * moved, count + other_count
-
-
-@triton.jit
-def _plus(a, b, c, d, e, f):
-    return a + d, b + e, c + f
 
 
 @triton.jit(do_not_specialize=["P", "C", "parts", "groups"])
@@ -272,35 +258,35 @@ def merge(
 ):  # fmt: skip
     """Each ``BS`` of many parts joined into one, in the same layout: for ``sweep``, whose programs would read all.
 
-    A program has some features of one position; ``ACROSS``, positions of one feature.
+    A program has features of one position, or ``ACROSS``, where several lie side by side, positions of one feature.
     """
     tiles.wait_for_previous(CHAINED)
     columns, group = P.to(tl.int64) * C, tl.program_id(1)
-    inner = C
+    width = C
     if ACROSS:
-        inner = P
-    blocks = tl.cdiv(inner, BLOCK)
-    outer, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    i = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    at, inside = outer.to(tl.int64) * inner + i, i < inner
-    p, real, first = outer + tl.zeros([1, 1], tl.int32), tl.full([1, 1], 1, tl.int1), block
+        width = P
+    blocks = tl.cdiv(width, BLOCK)
+    line, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    along = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at, inside = line.to(tl.int64) * width + along, along < width
+    p, real, first = line + tl.zeros([1, 1], tl.int32), tl.full([1, 1], 1, tl.int1), block == 0
     if ACROSS:
-        p, real, first = i, inside, outer
+        p, real, first = along, inside, line == 0
     part = group * BS + tl.arange(0, BS)[:, None]
     there = part < parts
     rows = partials + 2 * parts * columns + part * P + p
-    has = tl.load(rows, mask=there & real, other=0.0)
-    wanted = (part < tl.where(first == 0, parts, 0)) & real
-    sum_mean = tl.load(rows + parts * P, mask=wanted, other=0.0)
-    sum_var = tl.load(rows + 2 * parts * P, mask=wanted, other=0.0)
+    counts = tl.load(rows, mask=there & real, other=0.0)
+    wanted = (part < tl.where(first, parts, 0)) & real  # of a position, by one program
+    sums_mean = tl.load(rows + parts * P, mask=wanted, other=0.0)
+    sums_var = tl.load(rows + 2 * parts * P, mask=wanted, other=0.0)
     means = tl.load(partials + part * columns + at, mask=there & inside, other=0.0)
     squares = tl.load(partials + (parts + part) * columns + at, mask=there & inside, other=0.0)
-    mean, square, _ = tl.reduce((means, squares, tl.broadcast_to(has, means.shape)), 0, _chan, keep_dims=True)
+    mean, square, _ = reductions.joined(means, squares, counts)
     tl.store(joined + group * columns + at, mean, mask=inside)
     tl.store(joined + (groups + group) * columns + at, square, mask=inside)
-    if first == 0:
-        count, mean_F, var_F = tl.reduce((has, sum_mean, sum_var), 0, _plus, keep_dims=True)
+    if first:
+        count, sum_mean, sum_var = tl.reduce((counts, sums_mean, sums_var), 0, reductions.plus, keep_dims=True)
         to = joined + 2 * groups * columns + group * P + p
         tl.store(to, count, mask=real)
-        tl.store(to + groups * P, mean_F, mask=real)
-        tl.store(to + 2 * groups * P, var_F, mask=real)
+        tl.store(to + groups * P, sum_mean, mask=real)
+        tl.store(to + 2 * groups * P, sum_var, mask=real)

@@ -12,6 +12,7 @@ from typing import Any
 
 _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
+_MOST = 2**15  # features
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
 
 
@@ -171,6 +172,7 @@ def swept(
     """A launch that sweeps over slabs in such tiles, in up to so many runs of samples."""
     samples, positions = _rows(tile, across), tile[-1] if across else 1
     run = cdiv(cdiv(n, splits), samples) * samples  # whole tiles
+    stages = 1 if run == samples else stages
     even = not masked and n % samples == 0 and p % positions == 0
     return Launch(
         tile, across, side, _long(n, p, c), even, _known(c, tile, across), warps, cdiv(p, positions),
@@ -227,7 +229,8 @@ def training(
         # a copy in float32 if held, 1.4 swept over; backward 1.3 and 1.8.
         short = itemsize == 2 and features <= 64 and slab >= (8192 if backward else 16384)
         light = not short and (backward or (few and slab < 8192))
-        warps = max(1, slab // (1024 if light else 2048))
+        each = 512 if backward and few and slab < 8192 else 1024 if light else 2048
+        warps = max(1, slab // each)
         held, side = (8, 8) if short else (4 if backward else max(4, min(8, features // 16)), 4)
         tile, side = arrange(n, c, warps, slab, held, side)
         even, known = power_of_two(n) == n, _known(c, tile, across)
@@ -236,63 +239,104 @@ def training(
         return Launch(tile, across, side, _long(n, p, c), even, known, warps, p, True, programs, stages=stages)
 
     if across:
-        # 64 positions for each program: (128, 3136, 64) takes 2.4 times a copy so, 2.5 with 32; backward 2.4 and 2.9
-        # times an addition. No more programs than run at a time. Of two tensors in float32, fewer values.
-        heavy = backward and itemsize == 4
-        samples, positions, side, most = (2, 32, 2, 3) if heavy and pooled else (1 if heavy else 2, 64, 4, 2)
-        side = gcd(p, side)
+        # 64 positions for each program, no more programs than run at a time, and two tiles under way beside the one
+        # worked on: (128, 3136, 64) takes 2.1 times a copy so, 2.4 with none or three, 2.6 with 32 positions.
+        samples, positions, side, most = 2 if itemsize == 2 and not backward else 1, 64, gcd(p, 4), 2
         tile, warps = arrange_across(c, min(samples, power_of_two(n)), positions, side)
         splits = max(1, most * processors // cdiv(p, positions))
-        return swept(n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits)
+        stages = 1 if masked else fitting(3, most * size * prod(tile), shared)
+        return swept(n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits, stages=stages)
+
+    if p == 1:
+        return _one_slab(
+            n, c, backward=backward, itemsize=itemsize, masked=masked, processors=processors, shared=shared
+        )
 
     # A row within a warp, or two or four: (32, 512, 1024) takes 1.6 times a copy with 16 features for each thread and
     # two rows at a time, 2.1 with 32. What matters most is that enough is under way: with no tile ahead it takes 2.5,
     # with two 2.1, with three 1.9.
-    held = min(32 if features > 2048 or (p == 1 and features <= 1024) else 16, max(8, features // 32))
+    held = min(32 if features > 2048 else 16, max(8, features // 32))
     splits, stages = 1, 4
-    in_warp = p > 1 and 512 < features <= 1024 and features != c and not backward
-    if in_warp:
-        held = 32  # (256, 197, 768) takes 1.8 so, 2.0 with two warps for a row
-    elif features >= 32 and c % (4 * features // held) and c % (2 * features // held) == 0:
-        held *= 2  # so that pieces of a row are whole: (32, 512, 640) takes 2.3 so, 3.0 with masks
-    # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.2 so, 2.3 with 8.
-    # But (16384, 1, 1024) takes 2.5 and 2.2.
-    wide = features > (512 if p > 1 else 1024)
-    short = itemsize == 2 and (backward or in_warp) and wide and c % (8 * features // held) == 0
+    in_warp = 512 < features <= 1024 and features != c and not backward
+    held = 32 if in_warp else _whole(c, held)  # (256, 197, 768) takes 1.8 so, 2.0 with two warps for a row
+    # Of few bits 16 bytes at a time, if pieces are whole then, too.
+    short = itemsize == 2 and (backward or in_warp) and features > 512 and c % (8 * features // held) == 0
     side, least = 8 if short else 4, 1 if in_warp and not short else 2
     warps = max(least, features // (32 * held))
     if features <= 128:
-        many = not backward if p == 1 else itemsize == 2
-        warps, values, stages = (2, 32, 3) if many else (4, 16, 3)
+        warps, values, stages = (2, 32, 3) if itemsize == 2 else (4, 16, 3)
     elif features <= 256:
-        values = 16 if backward and (itemsize == 2 or p == 1) else 32
-        warps = 4 if backward and itemsize == 4 and p > 1 else warps
-    elif c == 512 and few and p > 1 and not backward:  # (32, 196, 512) takes 2.0 so, 2.2 with two warps
-        held, warps, values = 8, 4, 32 if itemsize == 2 else 16
+        values = 16 if backward and itemsize == 2 else 32
+        warps = 4 if backward and itemsize == 4 else warps
+    elif c == 512 and few and not backward:  # (32, 196, 512) takes 2.0 so, 2.2 with two warps
+        held, warps, (values, stages) = 8, 4, (32, 3) if itemsize == 2 else (16, 4)
     else:
         values = max(held, 32 if features <= (512 if backward else 1024) else 16)
-    if p == 1:  # partial results are as long as rows: few of them where rows are few
-        if features <= 128:
-            stages, most = 1, 4 if backward else 8
-        elif features <= 256:
-            stages, most = (3, 4) if backward or itemsize == 2 else (4, 3)
-        elif features <= 512 and itemsize == 2:
-            values, stages, most = held, 3, 2
-        elif features <= 1024:
-            stages, most = 5, 2
-        elif features <= 2048:
-            values, stages, most = (held, 3, 3) if backward else (32, 4, 1)
-        else:
-            stages, most = (4, 1) if backward else (5, 1) if itemsize == 4 else (4, 2)
-        if features > 512 and features != c and not backward:  # with rows of 768, 2.2 times a copy, else 2.5
-            warps = min(32, 2 * warps)
-        splits = min(most * processors, max(processors, n // 16))
-    elif p < processors or slab > 2**17:  # (256, 197, 768) takes 1.6 in four runs of samples in float32, 2.5 in one
-        values = held if features > 512 else values
+    if p < processors or slab > 2**17:  # (256, 197, 768) takes 1.6 in four runs of samples in float32, 2.5 in one
+        if features > 1024 and not backward:
+            values = 32  # (128, 49, 2048) takes 2.1 so, 2.4 with one row at a time
+        elif features > 512:
+            values = held
+        if backward:
+            stages = 3 if itemsize == 4 else 5 if features > 1024 else 4
         splits = max(1, (6 if features <= 1024 else 2) * processors // p)
     stages = 1 if masked else fitting(stages, size * values * warps * 32, shared)
     tile, side = arrange(n, c, warps, values, held, side)
     return swept(n, p, c, tile, across=False, masked=masked, side=side, warps=warps, splits=splits, stages=stages)
+
+
+def _whole(c: int, held: int) -> int:
+    """Features of a row for each thread, twice as many if pieces of the row are whole then, and only then.
+
+    (32, 512, 640) takes 2.3 times a copy so, 3.0 with masks.
+    """
+    features = power_of_two(c)
+    doubled = features >= 32 and c % (4 * features // held) and c % (2 * features // held) == 0
+    return 2 * held if doubled else held
+
+
+# Rows of up to so many features: warps, features and values of a thread, tiles under way, and programs for each
+# multiprocessor. Each program leaves partial results as long as a row: few programs where rows are long. Of four to
+# seven choices for each line, these were the fastest: (401408, 1, 64) takes 1.8 times a copy, with others 1.9 to 2.3;
+# (50176, 1, 256) 2.1, with others 2.1 to 2.5; (16384, 1, 1024) 2.0 and 2.0 to 2.3.
+_ROWS = {
+    (False, 4): [
+        (128, 4, 8, 32, 3, 3), (256, 4, 8, 32, 4, 3), (512, 2, 16, 32, 5, 2), (1024, 4, 16, 32, 5, 2),
+        (2048, 4, 16, 32, 4, 2), (_MOST, 4, 32, 32, 5, 1),
+    ],
+    (False, 2): [
+        (128, 4, 8, 32, 4, 3), (256, 4, 8, 32, 4, 3), (512, 4, 16, 32, 4, 2), (1024, 4, 16, 32, 5, 2),
+        (2048, 4, 16, 32, 4, 2), (_MOST, 4, 32, 32, 4, 2),
+    ],
+    (True, 4): [
+        (128, 2, 8, 16, 4, 8), (256, 4, 8, 16, 3, 3), (512, 2, 16, 32, 5, 2), (1024, 2, 16, 16, 4, 4),
+        (2048, 4, 16, 16, 5, 2), (_MOST, 4, 32, 32, 4, 1),
+    ],
+    (True, 2): [
+        (128, 4, 8, 16, 4, 3), (256, 2, 8, 16, 4, 4), (512, 2, 16, 16, 3, 2), (1024, 2, 16, 16, 4, 4),
+        (2048, 4, 16, 16, 5, 2), (_MOST, 4, 32, 32, 4, 1),
+    ],
+}  # fmt: skip
+
+
+def _one_slab(n: int, c: int, *, backward: bool, itemsize: int, masked: bool, processors: int, shared: int) -> Launch:
+    """Samples of one position, which all programs share: a dense input, or statistics of all positions together."""
+    features = power_of_two(c)
+    warps, held, values, stages, most = next(rest for up_to, *rest in _ROWS[backward, itemsize] if features <= up_to)
+    if features > 512 and features != c and not backward:  # with rows of 768, 2.2 times a copy, else 2.5
+        held, warps = 32, min(32, max(4, features // 512))
+    elif n * features < 2**18:
+        warps = 2  # small tiles, so that there are some programs
+    held = _whole(c, held)
+    warps = max(warps, features // (32 * held))
+    # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.1 so, 2.3 with 8.
+    narrow = features <= (128 if backward else 64)
+    short = itemsize == 2 and (narrow or (backward and features > 512)) and c % (8 * features // held) == 0
+    values = max(values, held)
+    stages = 1 if masked else fitting(stages, (2 if backward else 1) * itemsize * values * warps * 32, shared)
+    tile, side = arrange(n, c, warps, values, held, 8 if short else 4)
+    splits = min(most * processors, max(processors, n // 16))
+    return swept(n, 1, c, tile, across=False, masked=masked, side=side, warps=warps, splits=splits, stages=stages)
 
 
 @lru_cache(maxsize=4096)

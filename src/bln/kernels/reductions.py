@@ -168,3 +168,23 @@ def feature_statistics(
     if TILE[2] * (TILE[1] if ACROSS else TILE[3]) != FEATURES:
         u = tl.where(real, u, 0.0)
     return mean, over_features(u * u, TILE, ACROSS, SIDE) * (1.0 / C)
+
+
+@triton.jit
+def chan(mean, square, count, other_mean, other_square, other_count):
+    """Two parts as one, by Chan's formula: their mean, the squares around it, and the number of their entries."""
+    share = other_count / tl.maximum(count + other_count, 1.0)
+    moved = other_mean - mean
+    return mean + share * moved, square + other_square + count * share * moved * moved, count + other_count
+
+
+@triton.jit
+def joined(means, squares, counts):
+    """Many parts, along the first dimension, as one. All at once: warps wait for each other once."""
+    return tl.reduce((means, squares, tl.broadcast_to(counts, means.shape)), 0, chan, keep_dims=True)
+
+
+@triton.jit
+def plus(a, b, c, d, e, f):
+    """For ``tl.reduce``: three sums."""
+    return a + d, b + e, c + f

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import synchronized
-from . import backward, forward, launch, tiles
+from . import backward, forward, launch, reductions, tiles
 from .population import buffers, mix, weight_of, written
 from .slabs import (
     Options,
@@ -47,21 +47,17 @@ def _sum(values, step, part, parts, real, BS: tl.constexpr):
 
 @triton.jit
 def _join(means, squares, counts, step, row_step, part, parts, real, inside, BS: tl.constexpr):
-    """Chan's formula: parts that lie ``step`` apart, and their counts ``row_step``."""
+    """Parts that lie ``step`` apart, and their counts ``row_step``, as one."""
     mean = inside.to(tl.float32) * 0.0
     square = mean
-    count = _sum(counts, row_step, part, parts, real, BS)
+    count = mean
     for start in range(0, parts, BS):
-        has = tl.load(counts + (start + part) * row_step, mask=real & (start + part < parts), other=0.0)
         found = inside & (start + part < parts)
-        mean += tl.sum(has * tl.load(means + (start + part) * step, mask=found, other=0.0), 0, keep_dims=True)
-    mean = mean / tl.maximum(count, 1.0)
-    for start in range(0, parts, BS):
-        has = tl.load(counts + (start + part) * row_step, mask=real & (start + part < parts), other=0.0)
-        found = inside & (start + part < parts)
-        moved = tl.where(found, tl.load(means + (start + part) * step, mask=found, other=0.0) - mean, 0.0)
-        within = tl.load(squares + (start + part) * step, mask=found, other=0.0)
-        square += tl.sum(within + has * moved * moved, 0, keep_dims=True)
+        some_means = tl.load(means + (start + part) * step, mask=found, other=0.0)
+        some_squares = tl.load(squares + (start + part) * step, mask=found, other=0.0)
+        some_counts = tl.load(counts + (start + part) * row_step, mask=real & (start + part < parts), other=0.0)
+        some = reductions.joined(some_means, some_squares, some_counts)
+        mean, square, count = reductions.chan(mean, square, count, some[0], some[1], some[2])
     return count, mean, square
 
 

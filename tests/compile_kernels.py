@@ -129,7 +129,8 @@ def main() -> None:
             )  # fmt: skip
     for dtype, side in (("*bf16", 8), ("*fp32", 4)):
         build(tiles.turn, "turn", dtype, 4, {"SIDE_P": 1, "SIDE_C": side, "BLOCK": 64})
-    build(forward.merge, "merge", "*fp32", 4, {"ACROSS": False, "BS": 256, "BLOCK": 8})
+    for across in (False, True):
+        build(forward.merge, "merge", "*fp32", 4, {"ACROSS": across, "BS": 256, "BLOCK": 8})
     build(backward.add, "add", "*fp32", 8, {"BS": 1024, "BLOCK": 8}, ["parts", "total"])
     for pooled in (True, False):
         build(synchronized.pack, "pack", "*fp32", 4, {"ACROSS": True, "POOLED": pooled, "BS": 256, "BLOCK": 8})

@@ -107,7 +107,8 @@ def anew():
     slabs.choose.cache_clear()
 
 
-sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**15))
+round_sizes = st.builds(lambda odd, power: min(odd << power, 2**15), st.integers(1, 31), st.integers(0, 11))
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**15), round_sizes)
 
 
 @settings(max_examples=1000)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import synchronized
+from . import launch, synchronized
 from .inference import infer
 from .training import train
 
 __all__ = ["infer", "synchronized", "train", "usable"]
 
-_FEATURES = 2**15  # all of them are in a tile
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = (Tensor, Parameter)
 
@@ -29,7 +28,7 @@ def usable(x: Tensor, *parameters: Tensor | None) -> bool:
     for p in parameters:
         if p is None:
             continue
-        if p.dtype not in _TYPES or not p.is_contiguous() or p.shape[-1] > _FEATURES:
+        if p.dtype not in _TYPES or not p.is_contiguous() or p.shape[-1] > launch.FEATURES:
             return False
         if not (compiling or type(p) in _KINDS):
             return False

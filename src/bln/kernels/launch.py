@@ -10,9 +10,9 @@ from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Any
 
+FEATURES = 2**15  # at most: all of them are in a tile
 _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
-_MOST = 2**15  # features
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
 
 
@@ -280,8 +280,8 @@ def training(
         if backward:
             stages = 3 if itemsize == 4 else 5 if features > 1024 else 4
         splits = max(1, (6 if features <= 1024 else 2) * processors // p)
-    stages = 1 if masked else fitting(stages, size * values * warps * 32, shared)
     tile, side = arrange(n, c, warps, values, held, side)
+    stages = 1 if masked else fitting(stages, size * prod(tile), shared)
     return swept(n, p, c, tile, across=False, masked=masked, side=side, warps=warps, splits=splits, stages=stages)
 
 
@@ -302,19 +302,19 @@ def _whole(c: int, held: int) -> int:
 _ROWS = {
     (False, 4): [
         (128, 4, 8, 32, 3, 3), (256, 4, 8, 32, 4, 3), (512, 2, 16, 32, 5, 2), (1024, 4, 16, 32, 5, 2),
-        (2048, 4, 16, 32, 4, 2), (_MOST, 4, 32, 32, 5, 1),
+        (2048, 4, 16, 32, 4, 2), (FEATURES, 4, 32, 32, 5, 1),
     ],
     (False, 2): [
         (128, 4, 8, 32, 4, 3), (256, 4, 8, 32, 4, 3), (512, 4, 16, 32, 4, 2), (1024, 4, 16, 32, 5, 2),
-        (2048, 4, 16, 32, 4, 2), (_MOST, 4, 32, 32, 4, 2),
+        (2048, 4, 16, 32, 4, 2), (FEATURES, 4, 32, 32, 4, 2),
     ],
     (True, 4): [
         (128, 2, 8, 16, 4, 8), (256, 4, 8, 16, 3, 3), (512, 2, 16, 32, 5, 2), (1024, 2, 16, 16, 4, 4),
-        (2048, 4, 16, 16, 5, 2), (_MOST, 4, 32, 32, 4, 1),
+        (2048, 4, 16, 16, 5, 2), (FEATURES, 4, 32, 32, 4, 1),
     ],
     (True, 2): [
         (128, 4, 8, 16, 4, 3), (256, 2, 8, 16, 4, 4), (512, 2, 16, 16, 3, 2), (1024, 2, 16, 16, 4, 4),
-        (2048, 4, 16, 16, 5, 2), (_MOST, 4, 32, 32, 4, 1),
+        (2048, 4, 16, 16, 5, 2), (FEATURES, 4, 32, 32, 4, 1),
     ],
 }  # fmt: skip
 
@@ -323,18 +323,18 @@ def _one_slab(n: int, c: int, *, backward: bool, itemsize: int, masked: bool, pr
     """Samples of one position, which all programs share: a dense input, or statistics of all positions together."""
     features = power_of_two(c)
     warps, held, values, stages, most = next(rest for up_to, *rest in _ROWS[backward, itemsize] if features <= up_to)
-    if features > 512 and features != c and not backward:  # with rows of 768, 2.2 times a copy, else 2.5
-        held, warps = 32, min(32, max(4, features // 512))
-    elif n * features < 2**18:
+    ragged = features > 512 and features != c and not backward
+    held = _whole(c, 32 if ragged else held)
+    if n * features < 2**18:
         warps = 2  # small tiles, so that there are some programs
-    held = _whole(c, held)
     warps = max(warps, features // (32 * held))
+    if ragged:  # with rows of 768, 2.2 times a copy, else 2.5
+        warps = min(32, max(4, 2 * features // (32 * held)))
     # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.1 so, 2.3 with 8.
     narrow = features <= (128 if backward else 64)
     short = itemsize == 2 and (narrow or (backward and features > 512)) and c % (8 * features // held) == 0
-    values = max(values, held)
-    stages = 1 if masked else fitting(stages, (2 if backward else 1) * itemsize * values * warps * 32, shared)
     tile, side = arrange(n, c, warps, values, held, 8 if short else 4)
+    stages = 1 if masked else fitting(stages, (2 if backward else 1) * itemsize * prod(tile), shared)
     splits = min(most * processors, max(processors, n // 16))
     return swept(n, 1, c, tile, across=False, masked=masked, side=side, warps=warps, splits=splits, stages=stages)
 

@@ -20,7 +20,7 @@ import oracle
 import tolerance
 from bln import kernels, native
 from bln.config import StatisticsConfig
-from bln.kernels import launch, slabs
+from bln.kernels import forward, launch, slabs
 from bln.population import Population
 from cases import Case, cases
 
@@ -456,6 +456,32 @@ def test_the_operator_keeps_what_a_compiler_trusts_in(masked, pooled):
         torch.ops.bln.train.default, inputs,
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["", "across"])
+@pytest.mark.parametrize(("parts", "p", "c", "tall"), [(20, 1, 6, 32), (5, 3, 10, 8), (37, 11, 3, 16)])
+def test_many_partial_results_are_joined(parts, p, c, tall, across):
+    """In groups of so many; some parts have no entries at a position."""
+    groups, line = launch.cdiv(parts, tall), (c, p) if across else (p, c)
+    counts = torch.randint(0, 4, (parts, p))
+    counts[:, 0] = 0
+    columns = counts[:, None, :] if across else counts[:, :, None]
+    means, squares = torch.randn(parts, *line) * (columns > 0), torch.rand(parts, *line) * (columns > 0)
+    sums = torch.randn(2, parts, p) * (counts > 0)
+    partials = torch.cat([t.float().reshape(-1) for t in (means, squares, counts, sums)])
+    joined = torch.full((groups * p * (2 * c + 3),), torch.nan, device=DEVICE)
+    forward.merge[(line[0] * launch.cdiv(line[1], 8), groups)](
+        partials.to(DEVICE), joined, p, c, parts, groups, ACROSS=across, CHAINED=False, BS=tall, BLOCK=8
+    )
+    some = [slice(first, first + tall) for first in range(0, parts, tall)]
+    total = torch.stack([columns[of].sum(0) for of in some]).double().clamp(min=1)
+    mean = torch.stack([(columns[of] * means[of].double()).sum(0) for of in some]) / total
+    square = torch.stack(
+        [(squares[of] + columns[of] * (means[of] - m) ** 2).sum(0) for of, m in zip(some, mean, strict=True)]
+    )
+    rows = [torch.stack([t[of].double().sum(0) for of in some]) for t in (counts, *sums)]
+    expected = torch.cat([t.reshape(-1) for t in (mean, square, *rows)])
+    torch.testing.assert_close(joined.cpu().double(), expected, atol=1e-5, rtol=1e-5)  # 24 bits, a few dozen additions
 
 
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])

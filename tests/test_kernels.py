@@ -461,10 +461,10 @@ def test_the_operator_keeps_what_a_compiler_trusts_in(masked, pooled):
 @pytest.mark.parametrize("across", [False, True], ids=["", "across"])
 @pytest.mark.parametrize(("parts", "p", "c", "tall"), [(20, 1, 6, 32), (5, 3, 10, 8), (37, 11, 3, 16)])
 def test_many_partial_results_are_joined(parts, p, c, tall, across):
-    """In groups of so many; some parts have no entries at a position."""
+    """In groups of so many. Some parts have no entries at a position, and no part has any at the second."""
     groups, line = launch.cdiv(parts, tall), (c, p) if across else (p, c)
     counts = torch.randint(0, 4, (parts, p))
-    counts[:, 0] = 0
+    counts[:, 1:2] = 0
     columns = counts[:, None, :] if across else counts[:, :, None]
     means, squares = torch.randn(parts, *line) * (columns > 0), torch.rand(parts, *line) * (columns > 0)
     sums = torch.randn(2, parts, p) * (counts > 0)

@@ -297,9 +297,9 @@ def _whole(c: int, held: int) -> int:
 
 
 # Rows of up to so many features: warps, features and values of a thread, tiles under way, and programs for each
-# multiprocessor. Each program leaves partial results as long as a row: few programs where rows are long. Of four to
-# seven choices for each line, these were the fastest: (401408, 1, 64) takes 1.8 times a copy, with others 1.9 to 2.3;
-# (50176, 1, 256) 2.1, with others 2.1 to 2.5; (16384, 1, 1024) 2.0 and 2.0 to 2.3.
+# multiprocessor. Each program leaves partial results as long as a row: few programs where rows are long. For most lines
+# four to seven choices were measured: (401408, 1, 64) takes 1.8 times a copy with this one, 1.9 to 2.3 with others;
+# (50176, 1, 256) 2.1, and 2.1 to 2.5; (16384, 1, 1024) 2.0, and 2.0 to 2.3.
 _ROWS = {
     (False, 4): [
         (128, 4, 8, 32, 3, 3), (256, 4, 8, 32, 4, 3), (512, 2, 16, 32, 5, 2), (1024, 4, 16, 32, 5, 2),

@@ -1,7 +1,7 @@
 """Training, forward: Algorithm 1 on slabs ``x[:, p, :]``.
 
 ``resident`` holds whole slabs in registers: one read, one write. Larger ones are swept over twice, first measured, then
-normalized. Where there are slabs enough for all processors one program does both, and finds most of the slab in the
+normalized. Where there are slabs enough for all processors one program does both, and finds some of the slab in the
 cache the second time; else several programs share a slab, and the sweeps are launches of their own.
 
 All write one buffer of statistics: means of columns and their variances; then pairs of a mean and a variance, those of

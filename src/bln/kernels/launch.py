@@ -172,7 +172,7 @@ def swept(
     """A launch that sweeps over slabs in such tiles, in up to so many runs of samples."""
     samples, positions = _rows(tile, across), tile[-1] if across else 1
     run = cdiv(cdiv(n, splits), samples) * samples  # whole tiles
-    stages = 1 if run == samples else stages
+    stages = 1 if run == samples else stages  # no tile comes after
     even = not masked and n % samples == 0 and p % positions == 0
     return Launch(
         tile, across, side, _long(n, p, c), even, _known(c, tile, across), warps, cdiv(p, positions),

@@ -1,6 +1,6 @@
-"""Sums over tiles, and the statistics they make.
+"""Sums over tiles, the statistics they make, and how partial ones become one.
 
-They go over what a thread has itself, then over its warp. What other warps have every thread reads, so that they wait
+Sums go over what a thread has itself, then over its warp. What other warps have every thread reads, so that they wait
 for each other once: ``tl.sum`` lets them wait twice, and up to 16 threads for the same bank of memory. Which threads
 then hold the result the compiler decides. Moving it takes as long again, so kernels are written to leave it there.
 """
@@ -180,7 +180,7 @@ def chan(mean, square, count, other_mean, other_square, other_count):
 
 @triton.jit
 def joined(means, squares, counts):
-    """Many parts, along the first dimension, as one. All at once: warps wait for each other once."""
+    """Many parts, along the first dimension, as one, in one reduction."""
     return tl.reduce((means, squares, tl.broadcast_to(counts, means.shape)), 0, chan, keep_dims=True)
 
 

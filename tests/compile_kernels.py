@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from bln.kernels import backward, forward, inference, launch, population, synchronized, tiles
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
-INPUTS, COUNTERS = ["x", "y", "dy", "dx"], ["updates", "samples"]
+INPUTS, COUNTERS = ["x", "second", "y", "dy", "dx"], ["updates", "samples"]
 POINTERS = [
     "gamma",
     "beta",
@@ -79,7 +79,7 @@ def share(kernels, n, p, c, dtype, training):
     back = kernels is backward
     chosen = launch.training(n, p, c, backward=back, alone=False, **training)
     constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
-    constants |= {"MASKED": False, "POOLED": training["pooled"], "hidden": None}
+    constants |= {"MASKED": False, "POOLED": training["pooled"], "EARLY": False, "hidden": None}
     if back:
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
     else:
@@ -94,7 +94,8 @@ def main() -> None:
         for n, p, c, across, masked, pooled in (
             (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
             (25, 256, 6, True, False, False), (64, 784, 128, True, False, False), (256, 197, 768, False, False, False),
-            (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True),
+            (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True), (25, 1, 120, False, False, False),
+            (5120, 1, 128, False, False, False),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
             how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132, "shared": 232448}
@@ -107,8 +108,11 @@ def main() -> None:
                     share(kernels, n, p, c, dtype, training)
                 if chosen.resident:
                     build(kernels.resident, name, dtype, chosen.warps, constants)
+                    if chosen.blocks == 1 and not back:
+                        constants |= {"AVERAGE": False, "SPREAD": n > 1}
+                        build(forward.single, f"single {about}", dtype, chosen.warps, constants, ["kept_inverse_m"])
                     continue
-                constants |= {"MASKED": masked, "POOLED": pooled, "SHARED": False}
+                constants |= {"MASKED": masked, "POOLED": pooled, "EARLY": chosen.early, "SHARED": False}
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
                 names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
                 alone = chosen.splits == 1 and not pooled
@@ -121,14 +125,17 @@ def main() -> None:
                     )  # fmt: skip
             chosen = launch.inference(n, p, c, **how)
             constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
-            constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled, "SWAPPED": False}
+            constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled}
+            constants |= {"SWAPPED": chosen.swapped, "TURNED": chosen.turned and not pooled}
             constants |= {} if masked else {"hidden": None}
             build(
                 inference._normalize, f"inference {about}", dtype, chosen.warps, constants,
                 ["inverse_m", *["own_inverse_m"] * masked],
             )  # fmt: skip
     for dtype, side in (("*bf16", 8), ("*fp32", 4)):
-        build(tiles.turn, "turn", dtype, 4, {"SIDE_P": 1, "SIDE_C": side, "BLOCK": 64})
+        constants = {"SIDE_P": 1, "SIDE_C": side, "BLOCK": 64}
+        build(tiles.turn, "turn", dtype, 4, constants | {"second": None})
+        build(tiles.turn, "turn", dtype, 4, constants)
     for across in (False, True):
         build(forward.merge, "merge", "*fp32", 4, {"ACROSS": across, "BS": 256, "BLOCK": 8})
     build(backward.add, "add", "*fp32", 8, {"BS": 1024, "BLOCK": 8}, ["parts", "total"])

@@ -122,7 +122,7 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
 ):
     p = 1 if layout == "dense" else p
     how = {"itemsize": itemsize, "masked": masked, "processors": processors, "shared": shared}
-    beside = {training: layout == "across" and p > 1 and launch.across(p, c, itemsize, training) for training in (0, 1)}
+    beside = {training: layout == "across" and p > 1 and launch.across(p, c, training) for training in (0, 1)}
     training = {"across": beside[1], "pooled": pooled and beside[1], "alone": alone, **how}
     for tensors, across, each in (
         (1, beside[0], launch.inference(n, p, c, across=beside[0], **how)),
@@ -149,8 +149,9 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
         if each.features:
             assert each.features == c
             assert c % (each.width if across else each.tile[3]) == 0
-    if beside[0]:  # sums over features are taken in the same order
-        assert launch.inference(1, p, c, across=True, **how).tile == launch.inference(n, p, c, across=True, **how).tile
+    one, many = (launch.inference(some, p, c, across=beside[0], **how) for some in (1, n))
+    for name in ("tile", "side", "warps", "swapped", "turned"):  # rows are summed in the same order
+        assert getattr(one, name) == getattr(many, name)
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "swept"])
@@ -374,7 +375,8 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known):
     ("shape", "channel_dim"),
     [
         ((40, 6, 24), -1), ((40, 300), 1), ((40, 24, 5, 5), 1), ((70, 3, 3), 1), ((20, 200, 4, 2), 1),
-        ((20, 8, 4, 4), 1), ((20, 16, 4, 4), 1), ((64, 4, 8), -1), ((64, 4, 16), -1),
+        ((20, 8, 4, 4), 1), ((20, 16, 4, 4), 1), ((64, 4, 8), -1), ((64, 4, 16), -1), ((20, 16, 16, 6), -1),
+        ((20, 10, 10), -1), ((20, 128, 16), -1), ((20, 128, 12, 12), 1), ((20, 5, 513), -1),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
@@ -537,7 +539,7 @@ def test_every_kernel_compiles_to_machine_code():
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
-        "forward", "backward", "inference", "merge", "add", "turn", "pack", "join", "population"
+        "forward", "single", "backward", "inference", "merge", "add", "turn", "pack", "join", "population"
     }  # fmt: skip
 
 

@@ -195,7 +195,8 @@ def sweep(
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, POOLED: tl.constexpr,
-    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
+    SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
+    SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
@@ -206,8 +207,10 @@ def sweep(
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
     """
-    if DIFFERENTIATE:
+    if DIFFERENTIATE or EARLY:
         tiles.begin_next(CHAINED)
+    if EARLY and not SUM:
+        tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
@@ -231,7 +234,8 @@ def sweep(
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
-        tiles.begin_next(CHAINED)
+        if not EARLY:
+            tiles.begin_next(CHAINED)
         blocks = tl.num_programs(0) // splits
         if POOLED:
             split, splits, block, blocks = tl.program_id(0), tl.num_programs(0), 0, 1
@@ -284,6 +288,7 @@ def sweep(
 @triton.jit(do_not_specialize=["number", "width"])
 def add(parts, total, number, width, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum ``[outer, number, width]`` over the number."""
+    tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     parts += tl.program_id(1).to(tl.int64) * number * width

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import reductions, tiles
+from . import population, reductions, tiles
 
 
 @triton.jit
@@ -36,6 +36,35 @@ def _store_finite(statistics, program, check, N, P, C):
     tl.store(statistics + 2 * P.to(tl.int64) * (C + N + 1) + program, tl.where(check == 0, 1.0, 0.0))
 
 
+@triton.jit
+def _hold(
+    x, y, statistics, rows, n, p, c, folded, row, g, b, inverse_m, mix_eps, scale, eps, N, P, C,
+    TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+    FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1 of what ``x`` points to, whole slabs. Returned are means and variances of columns, and averages over
+    samples of those of rows; and two sums of variances, each times 0.
+    """
+    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
+    in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
+    real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+    v = tiles.fetch(x, real, FULL).to(tl.float32)
+    mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+    mean_B, var_B = reductions.batch_statistics(v, real, N, TILE, ACROSS, SIDE, FULL)
+    sum_var = reductions.fold(var_F)
+    check = var_B * 0.0 + sum_var * 0.0  # the second, so that it stays with the threads of the tile
+    sum_mean, sum_var = reductions.both_over_samples(reductions.fold(mean_F), sum_var, TILE, ACROSS, SIDE, False)
+    mean, var = sum_mean * (1.0 / N), sum_var * (1.0 / N)
+    _store_averages(statistics, p, mean, var, N, P, C)
+    s_B = w_B * g * tl.rsqrt(var_B + eps)
+    s_F = w_F * tl.rsqrt(var_F + eps)
+    tiles.put(y, tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT), real, FULL)
+    _store_columns(statistics, p, folded, mean_B, var_B, P, C, TILE, ACROSS, SIDE)
+    tiles.store_pair(rows, row, mean_F, var_F, in_row, EVEN)
+    return mean_B, var_B, mean, var, check, sum_var * 0.0
+
+
 @triton.jit(do_not_specialize=["N", "P", "C"])
 def resident(
     x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
@@ -45,10 +74,8 @@ def resident(
 ):  # fmt: skip
     """Whole slabs, one after the other, on a grid that stays; positions lying side by side, a few at a time."""
     tiles.begin_next(CHAINED)
-    SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     n, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
-    w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     rows = statistics + 2 * P.to(tl.int64) * C
@@ -57,25 +84,46 @@ def resident(
     at, row = tiles.offset(n, ps, c, P, C, ACROSS, LONG), tiles.row_offset(n, ps, N, P, ACROSS, LONG)
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
-        p = block * BP + ps
-        in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
-        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
-        v = tiles.fetch(x + block * step + at, real, FULL).to(tl.float32)
-        mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
-        mean_B, var_B = reductions.batch_statistics(v, real, N, TILE, ACROSS, SIDE, FULL)
-        sum_var = reductions.fold(var_F)
-        check += var_B * 0.0 + sum_var * 0.0  # the second, so that it stays with the threads of the tile
-        sum_mean, sum_var = reductions.both_over_samples(reductions.fold(mean_F), sum_var, TILE, ACROSS, SIDE, False)
-        check_F += sum_var * 0.0
-        _store_averages(statistics, p, sum_mean * (1.0 / N), sum_var * (1.0 / N), N, P, C)
-        s_B = w_B * g * tl.rsqrt(var_B + eps)
-        s_F = w_F * tl.rsqrt(var_F + eps)
-        out = tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT)
-        tiles.put(y + block * step + at, out, real, FULL)
-
-        _store_columns(statistics, p, folded, mean_B, var_B, P, C, TILE, ACROSS, SIDE)
-        tiles.store_pair(rows + block * row_step, row, mean_F, var_F, in_row, EVEN)
+        _, _, _, _, these, these_F = _hold(
+            x + block * step + at, y + block * step + at, statistics, rows + block * row_step, n, block * BP + ps, c,
+            folded, row, g, b, inverse_m, mix_eps, scale, eps, N, P, C,
+            TILE, ACROSS, SIDE, EVEN, FULL, FEATURES,
+        )  # fmt: skip
+        check += these
+        check_F += these_F
     _store_finite(statistics, tl.program_id(0), tl.sum(check) + tl.sum(check_F), N, P, C)
+
+
+@triton.jit(do_not_specialize=["N", "P", "C", "known", "m"])
+def single(
+    x, y, gamma, beta, statistics, inverse_m, N, P, C, mix_eps, scale, eps,
+    batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m, updates, samples,
+    known, m, entries_factor, m_factor, momentum,
+    TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """All slabs at once, in one program, which therefore lets their statistics into the population, too."""
+    n, p, c, folded = tiles.indices(TILE, ACROSS, SIDE)
+    P, C = tiles.sides(P, C, ACROSS, SIDE)
+    counts, totals, old = population.recall(
+        batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m, updates, samples, p, folded, P, known, C, m
+    )
+    g = tiles.parameter(gamma, folded, C, 1.0)
+    b = tiles.parameter(beta, folded, C, 0.0)
+    at, row = tiles.offset(n, p, c, P, C, ACROSS, LONG), tiles.row_offset(n, p, N, P, ACROSS, LONG)
+    mean_B, var_B, mean_F, var_F, check, check_F = _hold(
+        x + at, y + at, statistics, statistics + 2 * P.to(tl.int64) * C, n, p, c, folded, row, g, b, inverse_m,
+        mix_eps, scale, eps, N, P, C, TILE, ACROSS, SIDE, EVEN, FULL, FEATURES,
+    )  # fmt: skip
+    entering = p < tl.where(tl.sum(check) + tl.sum(check_F) == 0, P, 0)
+    kept = batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m
+    new = mean_B, var_B * entries_factor, mean_F, var_F * m_factor, 1.0 / m
+    in_column = entering & (folded < C) & tiles.writers(TILE, ACROSS, SIDE)
+    population.let_in(
+        kept, updates, samples, counts, totals, old, new, p, folded, entering, in_column, known, C, m, momentum,
+        AVERAGE, SPREAD,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -164,7 +212,8 @@ def sweep(
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, POOLED: tl.constexpr,
-    MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, SHARED: tl.constexpr = False,
+    MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
+    SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
@@ -172,8 +221,10 @@ def sweep(
     ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
     second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
     """
-    if NORMALIZE:
+    if NORMALIZE or EARLY:
         tiles.begin_next(CHAINED)
+    if EARLY and not MEASURE:
+        tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
@@ -189,7 +240,8 @@ def sweep(
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if MEASURE and not NORMALIZE:
-        tiles.begin_next(CHAINED)  # no earlier: (128, 3136, 64), pooled and across, would take 3 us more
+        if not EARLY:  # (128, 3136, 64), pooled and across, would take 3 us more
+            tiles.begin_next(CHAINED)
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
         _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, ACROSS)
@@ -260,6 +312,7 @@ def merge(
 
     A program has features of one position, or ``ACROSS``, where several lie side by side, positions of one feature.
     """
+    tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
     columns, group = P.to(tl.int64) * C, tl.program_id(1)
     width = C

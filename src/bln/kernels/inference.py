@@ -31,6 +31,7 @@ from .slabs import (
     processors,
     shared_memory,
     transform,
+    turned,
 )
 from .training import measure, statistics_size
 
@@ -92,12 +93,15 @@ class _Infer(torch.autograd.Function):
             n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, processors=processors(x.device),
             shared=shared_memory(x.device),
         )  # fmt: skip
+        turn = chosen.turned and not pooled
+        if turn:
+            batch_mean, batch_var = turned(batch_mean[None], batch_var[None])
         hidden, _, own = left or (None, None, numbers.inverse_m)
         _normalize[(chosen.blocks * chosen.splits,)](
             x, y, hidden, gamma, beta, batch_mean, batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
             kept.updates, own, kept.inverse_m.numel(), n, p, c, chosen.run, chosen.splits,
             numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
-            SWAPPED=chosen.swapped, MASKED=left is not None, POOLED=pooled,
+            SWAPPED=chosen.swapped, TURNED=turn, MASKED=left is not None, POOLED=pooled,
             **{**chosen.constants, "enable_fp_fusion": False},  # the same bits, however it was compiled
         )  # fmt: skip
         ctx.rest = left, slabs, channel_dim, numbers, kept, config
@@ -167,12 +171,12 @@ def _normalize(
     known, N, P, C, run, splits, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    SWAPPED: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Eqs 20-25 of a run of samples of some positions.
 
     Args:
-        batch_mean, batch_var: Those chosen, ``[P, C]`` (eqs 18, 19).
+        batch_mean, batch_var: Those chosen, ``[P, C]``, or ``TURNED``, ``[C, P]`` (eqs 18, 19).
         feature_mean, feature_var: The population's, ``[P]``.
         inverse_m, updates: The population's ``1/m`` and counters, for ``known`` positions.
         own_inverse_m: The input's, a number or under a mask ``[P]``, for positions that saw no mini-batch.
@@ -200,7 +204,7 @@ def _normalize(
     w_B, w_F = tiles.weights(
         tl.where(seen, tl.load(inverse_m + q, mask=p < P, other=1.0), own_inverse_m), mix_eps, scale
     )
-    column, in_column = q.to(tl.int64) * C + folded, (p < P) & (folded < C)
+    column, in_column = tiles.column_offset(q, folded, P, C, TURNED), (p < P) & (folded < C)
     mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
     s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
     if MEAN_F:

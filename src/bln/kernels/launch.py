@@ -14,6 +14,7 @@ FEATURES = 2**15  # at most: all of them are in a tile
 _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
+_EARLY = 2**20  # values at most that are worth an early launch: see ``slabs.chain``
 
 
 def power_of_two(value: int) -> int:
@@ -26,14 +27,15 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def across(p: int, c: int, itemsize: int, training: bool) -> bool:
+def across(p: int, c: int, training: bool) -> bool:
     """Whether the kernels take ``p`` positions side by side; else they want a copy with features last.
 
-    At inference samples are read once, and it pays for more features: (64, 784, 256) takes 1.9 times a copy in float32,
-    3.2 by way of copies; in bfloat16 3.0 and 3.2.
+    At inference samples are read once, and it pays for more features: (64, 784, 256) takes 1.6 times a copy in float32,
+    3.2 by way of copies; in bfloat16 2.7 and 3.1.
     """
-    most = 128 if training or itemsize == 2 else 256
-    return c <= most and p * c < 2**26  # offsets within a tile have 32 bits: of a few samples, of more if p is small
+    return (
+        c <= (128 if training else 256) and p * c < 2**26
+    )  # offsets within a tile have 32 bits: of a few samples, of more if p is small
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Launch:
         splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
             are two launches.
         run: Samples of each.
-        swapped: The rows of a tile are positions, not samples.
+        early: The second launch begins while the first comes to its end.
+        swapped: The rows of a tile are positions of one sample, not samples of one position.
+        turned: Statistics of columns are to lie as the input does.
     """
 
     tile: tuple[int, int, int, int]
@@ -72,7 +76,9 @@ class Launch:
     stages: int = 1
     splits: int = 1
     run: int = 0
+    early: bool = False
     swapped: bool = False
+    turned: bool = False
 
     @property
     def samples(self) -> int:
@@ -176,7 +182,7 @@ def swept(
     even = not masked and n % samples == 0 and p % positions == 0
     return Launch(
         tile, across, side, _long(n, p, c), even, _known(c, tile, across), warps, cdiv(p, positions),
-        splits=cdiv(n, run), run=run, stages=stages,
+        splits=cdiv(n, run), run=run, stages=stages, early=n * p * c <= _EARLY,
     )  # fmt: skip
 
 
@@ -344,32 +350,46 @@ def _one_slab(n: int, c: int, *, backward: bool, itemsize: int, masked: bool, pr
 def inference(
     n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, processors: int, shared: int
 ) -> Launch:
-    """The heuristic for inference. Rows are summed in the same order for any n."""
+    """The heuristic for inference. A tile is the same for any n, so that a row is summed in the same order."""
     features = power_of_two(c)
     if across:
-        # (32, 12544, 64) takes 1.8 times a copy with 64 positions for each program, 2.6 with 32.
-        positions, side = (64, 4) if features <= 128 and p >= 1024 else (32, 8 // itemsize)
-        side, swapped, stages = gcd(p, side), False, 1
-        tile, warps = arrange_across(c, 2 if features <= 128 else 1, positions, side)
-        programs = max(1, (32 if itemsize == 2 and positions == 32 else 16) // warps)
+        # Where the statistics of columns lie as the input does, which takes another launch, and where as many programs
+        # as run at a time have two tiles under way beside the one they work on, (128, 3136, 64) takes 1.3 times a copy,
+        # else 1.7: of loads that disagree on which threads hold what, the compiler would follow the wrong ones.
+        swapped, turned, most = False, p * c >= 2**14, 3 if itemsize == 2 else 2
+        side, positions = (4, 64) if features <= 64 and p >= 1024 else (4 if turned else 8 // itemsize, 32)
+        tile, warps = arrange_across(c, 1 if turned else 2, positions, gcd(p, side))
+        side, stages = gcd(p, side), fitting(3, most * itemsize * prod(tile), shared) if turned and not masked else 1
     else:
+        turned = False
         # What matters is that enough is under way: (4096, 1, 4096) in float32 takes 1.1 times a copy with two tiles
         # ahead, 1.3 with none. And that few programs read the statistics of columns, which are longer than rows.
-        warps, swapped = 2 if features <= 1024 else 4 if features <= 4096 else 8, n < 8
+        warps = 2 if features <= 1024 else 4 if features <= 4096 else 8
         held = max(8, min(32 if features > 2048 else 16, features // 32))
         values, stages = max(held, 32 if features == 1024 else 16), 4 if itemsize == 2 else 3
-        programs = 4 if itemsize == 2 and features > 1024 else 32 // warps
-        least = max(16, warps * 128 // features)  # rows enough that each thread has some, or it would have less of each
+        # Columns stay with their threads where the rows of a tile are positions: (32, 12544, 64) takes 1.1 times a copy
+        # so, else 1.3. But not if more programs are begun than run at a time: with eight for each multiprocessor 1.3.
+        rows = max(1, 4 * _LANES * held // features)
+        swapped = p >= 128 and p % rows == 0 and features <= (1024 if itemsize == 2 else 64)
+        most = 5 if features == 512 else 6
+        if swapped:
+            warps, values = 4, held
         short = itemsize == 2 and features >= 1024 and c % (8 * features // held) == 0
-        side = 8 if short else 4  # (4096, 1, 4096) takes 1.2 so, 1.4 with four
-        tile, side = arrange(max(p if swapped else n, least), c, warps, values, held, side)
+        side = gcd(c, 8 if short else 4)  # (4096, 1, 4096) takes 1.2 with eight, 1.4 with four
+        tile, side = arrange(2**15, c, warps, values, held, side)
         stages = 1 if masked else fitting(stages, prod(tile) * itemsize, shared)
     rows = _rows(tile, across)
     samples, positions = (1, rows) if swapped else (rows, tile[-1] if across else 1)
-    blocks = cdiv(p, positions)
-    run = samples * max(1, min(16, n * blocks // (samples * programs * processors)))
-    even = not (masked or swapped) and n % samples == 0 and p % positions == 0
+    blocks, tiles = cdiv(p, positions), cdiv(n, samples)
+    if swapped or turned:
+        splits = max(1, most * processors // blocks)
+    else:
+        programs = max(1, 16 // warps) if across else 32 // warps
+        programs = 4 if itemsize == 2 and features > 1024 else 8 if features == 512 else programs
+        splits = cdiv(tiles, max(1, min(16, tiles * blocks // (programs * processors))))
+    run = samples * cdiv(tiles, splits)
+    even = not masked and n % samples == 0 and p % positions == 0
     return Launch(
         tile, across, side, _long(n, p, c), even, _known(c, tile, across), warps, blocks, splits=cdiv(n, run), run=run,
-        swapped=swapped, stages=stages,
+        swapped=swapped, turned=turned, stages=stages,
     )  # fmt: skip

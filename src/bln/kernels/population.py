@@ -44,6 +44,56 @@ def weight_of(count, total, m, momentum, AVERAGE: tl.constexpr):
     return weight
 
 
+@triton.jit
+def recall(
+    batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples, p, c, positions, known, C, m
+):  # fmt: skip
+    """The population at some positions, and what its counters will be: rows of five, in the order of the statistics."""
+    real, column = p < positions, p.to(tl.int64) * C + c
+    in_column = real & (c < C)
+    counts = (
+        tl.load(updates + p, mask=real, other=0) + 1,
+        tl.load(updates + known + p, mask=real, other=0) + 1,
+        tl.load(updates + 2 * known + p, mask=real, other=0) + 1,
+        tl.load(updates + 3 * known + p, mask=real, other=0) + 1,
+        tl.load(updates + 4 * known + p, mask=real, other=0) + 1,
+    )
+    totals = (
+        tl.load(samples + p, mask=real, other=0) + m,
+        tl.load(samples + known + p, mask=real, other=0) + m,
+        tl.load(samples + 2 * known + p, mask=real, other=0) + m,
+        tl.load(samples + 3 * known + p, mask=real, other=0) + m,
+        tl.load(samples + 4 * known + p, mask=real, other=0) + m,
+    )
+    old = (
+        tl.load(batch_mean + column, mask=in_column),
+        tl.load(batch_var + column, mask=in_column),
+        tl.load(feature_mean + p, mask=real),
+        tl.load(feature_var + p, mask=real),
+        tl.load(inverse_m + p, mask=real),
+    )
+    return counts, totals, old
+
+
+@triton.jit
+def let_in(
+    kept, updates, samples, counts, totals, old, new, p, c, entering, in_column, known, C, m, momentum,
+    AVERAGE: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """``new`` statistics of positions that are ``entering``, and of columns that are, mixed with ``old`` ones."""
+    tl.debug_barrier()  # every warp holds a copy of the counters, and must have read before one writes
+    column = p.to(tl.int64) * C + c
+    for row in tl.static_range(5):
+        if SPREAD or row != 1:
+            mixed = mix(old[row], new[row], weight_of(counts[row], totals[row], m, momentum, AVERAGE))
+            if row < 2:
+                tl.store(kept[row] + column, mixed, mask=in_column)
+            else:
+                tl.store(kept[row] + p, mixed, mask=entering)
+            tl.store(updates + row * known + p, counts[row], mask=entering)
+            tl.store(samples + row * known + p, totals[row], mask=entering)
+
+
 @triton.jit(do_not_specialize=["programs", "N", "P", "C", "positions", "known", "m"])
 def enter(
     statistics, finite, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
@@ -68,53 +118,21 @@ def enter(
     """
     _, C = tiles.sides(P, C, False, SIDE)
     p, c = (tl.program_id(0) * BP + tl.arange(0, BP))[:, None], tl.arange(0, BC)[None, :]
-    real, in_column = p < positions, (p < positions) & (c < C)
-    at = p.to(tl.int64) * C + c
-    count_mean = tl.load(updates + p, mask=real, other=0) + 1
-    count_var = tl.load(updates + known + p, mask=real, other=0) + 1
-    count_mean_F = tl.load(updates + 2 * known + p, mask=real, other=0) + 1
-    count_var_F = tl.load(updates + 3 * known + p, mask=real, other=0) + 1
-    count_m = tl.load(updates + 4 * known + p, mask=real, other=0) + 1
-    total_mean = tl.load(samples + p, mask=real, other=0) + m
-    total_var = tl.load(samples + known + p, mask=real, other=0) + m
-    total_mean_F = tl.load(samples + 2 * known + p, mask=real, other=0) + m
-    total_var_F = tl.load(samples + 3 * known + p, mask=real, other=0) + m
-    total_m = tl.load(samples + 4 * known + p, mask=real, other=0) + m
-    old_mean, old_var = tl.load(batch_mean + at, mask=in_column), tl.load(batch_var + at, mask=in_column)
-    old_mean_F, old_var_F = tl.load(feature_mean + p, mask=real), tl.load(feature_var + p, mask=real)
-    old_m = tl.load(inverse_m + p, mask=real)
-
+    counts, totals, old = recall(
+        batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples, p, c, positions, known, C, m
+    )
     tiles.wait_for_previous(CHAINED)
-    column = at
-    if ACROSS:
-        column = c.to(tl.int64) * P + p
+    real, in_column = p < positions, (p < positions) & (c < C)
+    column = tiles.column_offset(p, c, P, C, ACROSS)
     mean = tl.load(statistics + column, mask=in_column)
     var = tl.load(statistics + positions.to(tl.int64) * C + column, mask=in_column)
     mean_F, var_F = tiles.load_pair(statistics, P.to(tl.int64) * (C + N) + p, real)
     program = tl.arange(0, BF)
     bad = tl.sum(1.0 - tl.load(finite + program, mask=program < programs, other=1.0))
-    tl.debug_barrier()  # every warp holds a copy of the counters, and must have read before one writes
-
+    new = mean, var * entries_factor, mean_F, var_F * m_factor, 1.0 / m
     entering = p < tl.where(bad == 0, positions, 0)
-    in_column = entering & (c < C)
-    weight = weight_of(count_mean, total_mean, m, momentum, AVERAGE)
-    tl.store(batch_mean + at, mix(old_mean, mean, weight), mask=in_column)
-    tl.store(updates + p, count_mean, mask=entering)
-    tl.store(samples + p, total_mean, mask=entering)
-    if SPREAD:
-        weight = weight_of(count_var, total_var, m, momentum, AVERAGE)
-        tl.store(batch_var + at, mix(old_var, var * entries_factor, weight), mask=in_column)
-        tl.store(updates + known + p, count_var, mask=entering)
-        tl.store(samples + known + p, total_var, mask=entering)
-    weight = weight_of(count_mean_F, total_mean_F, m, momentum, AVERAGE)
-    tl.store(feature_mean + p, mix(old_mean_F, mean_F, weight), mask=entering)
-    tl.store(updates + 2 * known + p, count_mean_F, mask=entering)
-    tl.store(samples + 2 * known + p, total_mean_F, mask=entering)
-    weight = weight_of(count_var_F, total_var_F, m, momentum, AVERAGE)
-    tl.store(feature_var + p, mix(old_var_F, var_F * m_factor, weight), mask=entering)
-    tl.store(updates + 3 * known + p, count_var_F, mask=entering)
-    tl.store(samples + 3 * known + p, total_var_F, mask=entering)
-    weight = weight_of(count_m, total_m, m, momentum, AVERAGE)
-    tl.store(inverse_m + p, mix(old_m, 1.0 / m, weight), mask=entering)
-    tl.store(updates + 4 * known + p, count_m, mask=entering)
-    tl.store(samples + 4 * known + p, total_m, mask=entering)
+    kept = batch_mean, batch_var, feature_mean, feature_var, inverse_m
+    let_in(
+        kept, updates, samples, counts, totals, old, new, p, c, entering, entering & (c < C), known, C, m, momentum,
+        AVERAGE, SPREAD,
+    )  # fmt: skip

@@ -14,21 +14,18 @@ from . import tiles
 
 
 @triton.jit
-def _within(t, DIM: tl.constexpr, WITHIN: tl.constexpr):
-    """Sums over a dimension, of so many entries each; those of different warps stand last.
-
-    It should be as many as are within a warp: with another number it takes longer.
-    """
+def _by_warps(t, DIM: tl.constexpr, WITHIN: tl.constexpr):
+    """A dimension last, in groups of so many entries: as many as are within a warp, or sums take longer."""
     if DIM == 0:
         t = tl.permute(t, (1, 2, 3, 0))
     elif DIM == 2:
         t = tl.permute(t, (0, 1, 3, 2))
-    return tl.sum(tl.reshape(t, (t.shape[0], t.shape[1], t.shape[2], t.shape[3] // WITHIN, WITHIN)), 4)
+    return tl.reshape(t, (t.shape[0], t.shape[1], t.shape[2], t.shape[3] // WITHIN, WITHIN))
 
 
 @triton.jit
 def _in_place(t, DIM: tl.constexpr):
-    """The last dimension where it was before ``_within``."""
+    """The last dimension where it was before ``_by_warps``."""
     if DIM == 0:
         t = tl.permute(t, (3, 0, 1, 2))
     elif DIM == 2:
@@ -74,7 +71,7 @@ def _over(t, DIM: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
     if t.shape[DIM] <= WITHIN:
         total = tl.sum(t, DIM, keep_dims=True)
     else:
-        total = _in_place(_over_warps(_within(t, DIM, WITHIN)), DIM)
+        total = _in_place(_over_warps(tl.sum(_by_warps(t, DIM, WITHIN), 4)), DIM)
     return total
 
 
@@ -85,7 +82,8 @@ def _both_over(t, u, DIM: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
     if t.shape[DIM] <= WITHIN:
         t, u = tl.sum(t, DIM, keep_dims=True), tl.sum(u, DIM, keep_dims=True)
     else:
-        t, u = _unstack(_over_warps(_stack(_within(t, DIM, WITHIN), _within(u, DIM, WITHIN))))
+        t, u = tl.sum(_by_warps(t, DIM, WITHIN), 4), tl.sum(_by_warps(u, DIM, WITHIN), 4)
+        t, u = _unstack(_over_warps(_stack(t, u)))
         t, u = _in_place(t, DIM), _in_place(u, DIM)
     return t, u
 
@@ -163,11 +161,52 @@ def feature_statistics(
 
     Of a row that does not exist, both are 0.
     """
-    mean = over_features(v, TILE, ACROSS, SIDE) * (1.0 / C)
-    u = v - mean
-    if TILE[2] * (TILE[1] if ACROSS else TILE[3]) != FEATURES:
+    DIM: tl.constexpr = tiles.WARPS if ACROSS else tiles.LANES
+    WITHIN: tl.constexpr = 32 * SIDE if DIM == tiles.LANES else max(1, 32 * SIDE // TILE[3])
+    SOME: tl.constexpr = TILE[2] * (TILE[1] if ACROSS else TILE[3]) != FEATURES  # not all of them are features
+    if FEATURES > 0 and v.shape[DIM] > WITHIN:
+        mean, var = _statistics_over_warps(v, real, DIM, WITHIN, SOME, FEATURES)
+    else:
+        mean = over_features(v, TILE, ACROSS, SIDE) * (1.0 / C)
+        u = v - mean
+        if SOME:
+            u = tl.where(real, u, 0.0)
+        var = over_features(u * u, TILE, ACROSS, SIDE) * (1.0 / C)
+    return mean, var
+
+
+@triton.jit
+def _statistics_over_warps(
+    v, real, DIM: tl.constexpr, WITHIN: tl.constexpr, SOME: tl.constexpr, FEATURES: tl.constexpr
+):  # fmt: skip
+    """Of rows of which several warps have as many features each: those of a warp first, then of all.
+
+    So warps wait for each other once, not twice, for the mean of all and then the squares around it.
+    """
+    SHARE: tl.constexpr = v.shape[DIM] // WITHIN / FEATURES
+    mean = tl.sum(_by_warps(tl.sum(v, tiles.PIECES, keep_dims=True), DIM, WITHIN), 4) * SHARE
+    u = v - _in_place(_repeated(mean, WITHIN), DIM)
+    if SOME:
         u = tl.where(real, u, 0.0)
-    return mean, over_features(u * u, TILE, ACROSS, SIDE) * (1.0 / C)
+    var = tl.sum(_by_warps(tl.sum(u * u, tiles.PIECES, keep_dims=True), DIM, WITHIN), 4) * SHARE
+    both = _stack(mean, var)
+    for _ in tl.static_range(10):
+        if both.shape[3] > 1:  # two parts, of the same size, as one
+            left, right = _halves(both)
+            mean, var = _unstack(left)
+            other_mean, other_var = _unstack(right)
+            moved = other_mean - mean
+            both = _stack(mean + 0.5 * moved, 0.5 * (var + other_var) + (0.25 * moved) * moved)
+    mean, var = _unstack(both)
+    return _in_place(mean, DIM), _in_place(var, DIM)
+
+
+@triton.jit
+def _repeated(t, TIMES: tl.constexpr):
+    """Each entry of the last dimension so many times."""
+    shape: tl.constexpr = t.shape
+    t = tl.broadcast_to(tl.expand_dims(t, 4), (shape[0], shape[1], shape[2], shape[3], TIMES))
+    return tl.reshape(t, (shape[0], shape[1], shape[2], shape[3] * TIMES))
 
 
 @triton.jit

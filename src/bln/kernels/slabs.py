@@ -57,7 +57,7 @@ class Slabs(NamedTuple):
         last = channel_dim == x.dim() - 1
         across = p > 1 and not last and x.is_contiguous()
         if across:
-            if channel_dim != 1 or not launch.across(p, c, x.element_size(), training):
+            if channel_dim != 1 or not launch.across(p, c, training):
                 return None
         elif not (x if last else x.movedim(channel_dim, -1)).is_contiguous():
             return None
@@ -113,13 +113,17 @@ def beside(dy: Tensor, x: Tensor, slabs: Slabs, channel_dim: int) -> Tensor:
     return torch.empty_like(x).copy_(dy)
 
 
-def turned(x: Tensor) -> Tensor:
-    """``x[n, a, b]``, contiguous, as a contiguous ``[n, b, a]``; torch takes up to three times as long."""
+def turned(x: Tensor, second: Tensor | None = None) -> Tensor:
+    """``x[n, a, b]``, contiguous, as a contiguous ``[n, b, a]``; torch takes up to three times as long.
+
+    A ``second`` tensor of one sample is turned with a first one.
+    """
     n, c, p = x.shape
+    n = n if second is None else 2
     y = torch.empty(n, p, c, dtype=x.dtype, device=x.device)
     most = 16 // x.element_size()
     tiles.turn[(n * launch.cdiv(p, 64) * launch.cdiv(c, 64),)](
-        x, y, p, c, SIDE_P=math.gcd(p, most), SIDE_C=math.gcd(c, most), BLOCK=64, num_warps=4
+        x, second, y, p, c, SIDE_P=math.gcd(p, most), SIDE_C=math.gcd(c, most), BLOCK=64, num_warps=4
     )
     return y
 

@@ -237,14 +237,20 @@ def wait_for_previous(CHAINED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["P", "C"])
-def turn(x, y, P, C, SIDE_P: tl.constexpr, SIDE_C: tl.constexpr, BLOCK: tl.constexpr):
-    """``y[n, p, c] = x[n, c, p]``, both contiguous; of positions and features, so many lie side by side in memory."""
+def turn(x, second, y, P, C, SIDE_P: tl.constexpr, SIDE_C: tl.constexpr, BLOCK: tl.constexpr):
+    """``y[n, p, c] = x[n, c, p]``, both contiguous; of positions and features, so many lie side by side in memory.
+
+    The ``second`` sample may be a tensor of its own.
+    """
     P, C = (P // SIDE_P) * SIDE_P, (C // SIDE_C) * SIDE_C
     program, blocks_p, blocks_c = tl.program_id(0), tl.cdiv(P, BLOCK), tl.cdiv(C, BLOCK)
     p = program // blocks_c % blocks_p * BLOCK + tl.arange(0, BLOCK)
     c = program % blocks_c * BLOCK + tl.arange(0, BLOCK)
     sample = (program // (blocks_p * blocks_c)).to(tl.int64) * P * C
+    of = x + sample
+    if second is not None:
+        of = second if sample > 0 else x
     inside = (c < C)[:, None] & (p < P)[None, :]
-    values = tl.load(x + sample + c.to(tl.int64)[:, None] * P + p[None, :], mask=inside)
+    values = tl.load(of + c.to(tl.int64)[:, None] * P + p[None, :], mask=inside)
     to = y + sample + p.to(tl.int64)[:, None] * C + c[None, :]
     tl.store(to, tl.trans(values), mask=tl.trans(inside))

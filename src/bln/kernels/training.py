@@ -30,6 +30,8 @@ from .slabs import (
 if TYPE_CHECKING:
     from ..population import Population
 
+    Remembered = tuple[Population, float | None] | None  # a population and its momentum
+
 
 @on_its_device
 def train(
@@ -43,12 +45,12 @@ def train(
     eps: float,
     mix_eps: float,
     dim_scale: bool,
-    remember: tuple[Population, float | None] | None = None,
+    remember: Remembered = None,
 ) -> tuple[Tensor, Statistics | None]:
     """Algorithm 1 of ``x``.
 
-    With ``remember``, a population that knows its positions and its momentum, the statistics are entered there, where
-    there is no mask, and not returned.
+    With ``remember``, whose population knows its positions, the statistics are entered there, where there is no mask,
+    and not returned.
     """
     slabs = Slabs.of(x, channel_dim, per_position)
     if slabs is None:
@@ -83,10 +85,18 @@ def train(
     return y, Statistics(batch_mean, batch_var, feature_mean, feature_var, inverse_m)
 
 
-def _enter(
-    kept: Population, momentum: float | None, statistics: Tensor, slabs: Slabs, chosen: launch.Launch, m: int
-) -> None:
-    """Update the population with the statistics of slabs."""
+def _entry(
+    kept: Population, momentum: float | None, entries: int, m: int
+) -> tuple[list[Tensor], tuple[float, ...], dict[str, bool]]:
+    """For a kernel that updates the population: its buffers, numbers and constants."""
+    numbers = kept.inverse_m.numel(), m, formula.bessel(entries), formula.bessel(m), momentum or 0.0
+    return population.buffers(kept), numbers, {"AVERAGE": momentum is None, "SPREAD": entries > 1}
+
+
+def _enter(remember: Remembered, statistics: Tensor, slabs: Slabs, chosen: launch.Launch, m: int) -> None:
+    """Update the population, if there is one, with the statistics of slabs."""
+    if remember is None:
+        return
     n, p, c, across, pooled = slabs
     positions, entries = (1, n * p) if pooled else (p, n)
     columns = launch.power_of_two(c)
@@ -99,43 +109,53 @@ def _enter(
     _, after = chain(statistics.device)
     if flags > 4096:  # each program reads all
         finite, flags, after = finite[:flags].amin(), 1, {"CHAINED": False}
-    buffers = population.buffers(kept)
-    known = kept.inverse_m.numel()
+    buffers, about, how = _entry(*remember, entries, m)
     population.enter[(launch.cdiv(positions, block),)](
-        statistics, finite, *buffers, flags, n, p, c, positions, known, m, formula.bessel(entries), formula.bessel(m),
-        0.0 if momentum is None else momentum, ACROSS=across and not pooled, SIDE=math.gcd(c, 4),
-        AVERAGE=momentum is None, SPREAD=entries > 1, BP=block, BC=columns, BF=launch.power_of_two(flags),
-        num_warps=max(1, min(8, columns * block // each)), **after,
+        statistics, finite, *buffers, flags, n, p, c, positions, *about, ACROSS=across and not pooled,
+        SIDE=math.gcd(c, 4), BP=block, BC=columns, BF=launch.power_of_two(flags),
+        num_warps=max(1, min(8, columns * block // each)), **how, **after,
     )  # fmt: skip
     population.written(buffers)
 
 
 def _forward(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, left: Entries | None, slabs: Slabs, numbers: Options
-) -> tuple[Tensor, Tensor, launch.Launch]:
-    """``y``, the buffer of statistics that ``forward`` describes, and how it was done."""
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    left: Entries | None,
+    slabs: Slabs,
+    numbers: Options,
+    remember: Remembered = None,
+) -> tuple[Tensor, Tensor]:
+    """``y``, and the buffer of statistics that ``forward`` describes, which also enter the population."""
     n, p, c, _, pooled = slabs
     y = torch.empty_like(x)
     statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
     chosen = choose(slabs, x.element_size(), x.device, left is not None, False)
     eps, mix_eps, scale, inverse_m = numbers
-    begin, _ = chain(x.device)
+    begin, after = chain(x.device)
     if chosen.resident:
-        forward.resident[(chosen.programs,)](
-            x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps,
-            **begin, **chosen.constants,
-        )  # fmt: skip
-        return y, statistics, chosen
+        given = x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps
+        constants = {**begin, **chosen.constants}
+        if remember is not None and chosen.blocks == 1:
+            buffers, about, how = _entry(*remember, n, x.shape[0])
+            forward.single[(1,)](*given, *buffers, *about, **how, **constants)
+            population.written(buffers)
+        else:
+            forward.resident[(chosen.programs,)](*given, **constants)
+            _enter(remember, statistics, slabs, chosen, x.shape[0])
+        return y, statistics
 
     alone = chosen.splits == 1 and not pooled
     partials, parts = (None, 1) if alone else measure(x, statistics, left, slabs, numbers, chosen)
     hidden, _, weight = left or (None, None, inverse_m)
     forward.sweep[(chosen.blocks * chosen.splits,)](
         x, y, hidden, gamma, beta, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, parts,
-        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone, NORMALIZE=True,
-        **begin, **chosen.constants,
+        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone, NORMALIZE=True, EARLY=chosen.early,
+        **(after if chosen.early and not alone else begin), **chosen.constants,
     )  # fmt: skip
-    return y, statistics, chosen
+    _enter(remember, statistics, slabs, chosen, x.shape[0])
+    return y, statistics
 
 
 _PARTS = 16  # partial results that each program of the second sweep reads; of more, launches between make fewer
@@ -160,7 +180,7 @@ def measure(
     begin, after = chain(x.device)
     forward.sweep[(programs,)](
         x, x, hidden, None, None, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, 1,
-        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=True, NORMALIZE=False,
+        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=True, NORMALIZE=False, EARLY=chosen.early,
         **begin, **chosen.constants,
     )  # fmt: skip
     while parts > most:
@@ -196,7 +216,7 @@ def _backward(
     dx = torch.empty_like(x)
     chosen = choose(slabs, x.element_size(), x.device, left is not None, True)
     eps, mix_eps, scale, inverse_m = numbers
-    begin, _ = chain(x.device)
+    begin, after = chain(x.device)
     rows = torch.empty(chosen.flags, 2, c, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
@@ -213,7 +233,8 @@ def _backward(
         backward.sweep[(programs,)](
             x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, p, c,
             chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
-            SUM=sum_, DIFFERENTIATE=differentiate, **begin, **chosen.constants,
+            SUM=sum_, DIFFERENTIATE=differentiate, EARLY=chosen.early,
+            **(begin if sum_ or not chosen.early else after), **chosen.constants,
         )  # fmt: skip
 
     if chosen.splits == 1 and not pooled:
@@ -252,12 +273,10 @@ class _Train(torch.autograd.Function):
         left: Entries | None,
         seen: tuple[int, bool],
         numbers: Options,
-        remember: tuple[Population, float | None] | None,
+        remember: Remembered,
     ) -> tuple[Tensor, Tensor]:
         slabs = _slabs(x, seen)
-        y, statistics, chosen = _forward(x, gamma, beta, left, slabs, numbers)
-        if remember is not None:
-            _enter(*remember, statistics, slabs, chosen, x.shape[0])
+        y, statistics = _forward(x, gamma, beta, left, slabs, numbers, remember)
         ctx.rest = left, slabs, seen, numbers
         ctx.save_for_backward(x, gamma, beta, statistics)
         ctx.mark_non_differentiable(statistics)
@@ -290,7 +309,7 @@ def _train(
     inverse_m: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     slabs = _slabs(x, (channel_dim, per_position))
-    return _forward(x, gamma, beta, _left(hidden, count, weight), slabs, Options(eps, mix_eps, scale, inverse_m))[:2]
+    return _forward(x, gamma, beta, _left(hidden, count, weight), slabs, Options(eps, mix_eps, scale, inverse_m))
 
 
 @torch.library.custom_op("bln::train_backward", mutates_args=())

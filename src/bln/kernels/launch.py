@@ -264,6 +264,8 @@ def training(
     # with two 2.1, with three 1.9.
     held = min(32 if features > 2048 else 16, max(8, features // 32))
     splits, stages = 1, 4
+    # (256, 197, 768) takes 1.6 in four runs of samples in float32, 2.5 in one.
+    split = p < processors or slab > 2**17
     in_warp = 512 < features <= 1024 and features != c and not backward
     held = 32 if in_warp else _whole(c, held)  # (256, 197, 768) takes 1.8 so, 2.0 with two warps for a row
     # Of few bits 16 bytes at a time, if pieces are whole then, too.
@@ -275,11 +277,13 @@ def training(
     elif features <= 256:
         values = 16 if backward and itemsize == 2 else 32
         warps = 4 if backward and itemsize == 4 else warps
-    elif c == 512 and few and not backward:  # (32, 196, 512) takes 2.0 so, 2.2 with two warps
-        held, warps, (values, stages) = 8, 4, (32, 3) if itemsize == 2 else (16, 4)
+    elif c == 512 and few and not backward:  # (32, 196, 512) takes 2.3 so, 2.6 with two warps
+        held, warps, values, stages = 8, 4, 32, 3
+    elif c == 1024 and not (backward or split):  # (32, 512, 1024) takes 1.73 so, 1.78 with half the values
+        values, stages = (64, 3) if itemsize == 2 else (32, 5)
     else:
         values = max(held, 32 if features <= (512 if backward else 1024) else 16)
-    if p < processors or slab > 2**17:  # (256, 197, 768) takes 1.6 in four runs of samples in float32, 2.5 in one
+    if split:
         if features > 1024 and not backward:
             values = 32  # (128, 49, 2048) takes 2.1 so, 2.4 with one row at a time
         elif features > 512:
@@ -313,7 +317,7 @@ _ROWS = {
     ],
     (False, 2): [
         (128, 4, 8, 32, 4, 3), (256, 4, 8, 32, 4, 3), (512, 4, 16, 32, 4, 2), (1024, 4, 16, 32, 5, 2),
-        (2048, 4, 16, 32, 4, 2), (FEATURES, 4, 32, 32, 4, 2),
+        (2048, 4, 16, 32, 4, 2), (FEATURES, 4, 32, 32, 5, 2),
     ],
     (True, 4): [
         (128, 2, 8, 16, 4, 8), (256, 4, 8, 16, 3, 3), (512, 2, 16, 32, 5, 2), (1024, 2, 16, 16, 4, 4),

@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 INTEGRATIONS := .venv-integrations
 
-.PHONY: test test-browser test-gpu test-integrations check demo docs bench format clean
+.PHONY: test test-browser test-gpu test-integrations test-triton check demo docs bench format clean
 
 test: $(READY)  ## all tests, under 10 minutes on two cores
 	$(BIN)/python -m pytest
@@ -19,6 +19,14 @@ test-integrations: $(INTEGRATIONS)/.ready  ## the layer in other frameworks, in 
 	$(INTEGRATIONS)/bin/python -m pytest -n 0 tests/integrations --ignore tests/integrations/keras_backends \
 	  --ignore tests/integrations/ray_cluster || failed=1; \
 	test -z "$$failed"
+
+# The oldest Triton that the kernels are for, and one that knows launches that overlap; make test has the newest.
+test-triton: $(READY)  ## the kernels, compiled by older versions of Triton; needs no GPU
+	set -e; for version in 3.4.0 3.6.0; do \
+	  test -f .venv-triton/$$version.ready || $(BIN)/pip install -q --no-deps --upgrade --target .venv-triton/$$version triton==$$version; \
+	  touch .venv-triton/$$version.ready; \
+	  PYTHONPATH=.venv-triton/$$version:src $(BIN)/python tests/compile_kernels.py; \
+	done
 
 test-browser: $(READY)  ## the report and the site in a headless Chromium; BLN_BROWSER names another browser
 	$(BIN)/python -m pytest -n 0 tests/browser
@@ -56,4 +64,4 @@ $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv $(INTEGRATIONS) site build dist
+	rm -rf .venv .venv-triton $(INTEGRATIONS) site build dist

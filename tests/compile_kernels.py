@@ -40,7 +40,7 @@ POINTERS = [
 def build(kernel, name, dtype, warps, constants, pointers=()):
     """To machine code; ``constants`` are what a launch would make constant."""
     names = [parameter.name for parameter in kernel.params]
-    constants = {"CHAINED": True, **constants} if "CHAINED" in names else constants
+    constants = {"CHAINED": tiles.VERSION >= (3, 5), **constants} if "CHAINED" in names else constants
     types = {}
     for each in names:
         if each in constants:

@@ -1,11 +1,13 @@
 """Training, forward: Algorithm 1 on slabs ``x[:, p, :]``.
 
-``resident`` holds whole slabs in registers: one read, one write. Larger ones are swept over twice, first measured, then
-normalized. Where there are slabs enough for all processors one program does both, and finds some of the slab in the
-cache the second time; else several programs share a slab, and the sweeps are launches of their own.
+``resident`` holds whole slabs in registers: one read, one write. So does ``single``, which has all of them, and lets
+their statistics into the population. Larger ones are swept over twice, first measured, then normalized. Where there are
+slabs enough for all processors one program does both, and finds some of the slab in the cache the second time; else
+several programs share a slab, and the sweeps are launches of their own.
 
 All write one buffer of statistics: means of columns and their variances; then pairs of a mean and a variance, those of
-rows and the averages of these over samples ``[P]``; and for each program whether the variances it met are finite.
+rows and the averages of these over samples ``[P]``; and, for ``population.enter``, for each program whether the
+variances it met are finite.
 """
 
 from __future__ import annotations
@@ -240,8 +242,8 @@ def sweep(
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if MEASURE and not NORMALIZE:
-        if not EARLY:  # (128, 3136, 64), pooled and across, would take 3 us more
-            tiles.begin_next(CHAINED)
+        if not EARLY:
+            tiles.begin_next(CHAINED)  # no earlier: (128, 3136, 64), pooled and across, would take 3 us more
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
         _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, ACROSS)

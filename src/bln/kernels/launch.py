@@ -58,7 +58,7 @@ class Launch:
         splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
             are two launches.
         run: Samples of each.
-        early: The second launch begins while the first comes to its end.
+        early: The second of these may begin before the first is over.
         swapped: The rows of a tile are positions of one sample, not samples of one position.
         turned: Statistics of columns are to lie as the input does.
     """
@@ -368,7 +368,7 @@ def inference(
         turned = False
         # What matters is that enough is under way: (4096, 1, 4096) in float32 takes 1.1 times a copy with two tiles
         # ahead, 1.3 with none. And that few programs read the statistics of columns, which are longer than rows.
-        warps = 2 if features <= 1024 else 4 if features <= 4096 else 8
+        warps = 2 if features <= 1024 else max(4, features // 1024)
         held = max(8, min(32 if features > 2048 else 16, features // 32))
         values, stages = max(held, 32 if features == 1024 else 16), 4 if itemsize == 2 else 3
         # Columns stay with their threads where the rows of a tile are positions: (32, 12544, 64) takes 1.1 times a copy

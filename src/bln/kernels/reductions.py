@@ -67,7 +67,7 @@ def _over_warps(t):
 @triton.jit
 def _over(t, DIM: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
     """A sum over ``L`` or ``B``."""
-    WITHIN: tl.constexpr = 32 * SIDE if DIM == tiles.LANES else max(1, 32 * SIDE // TILE[3])
+    WITHIN: tl.constexpr = 32 * SIDE if DIM == tiles.LANES else (32 * SIDE // TILE[3] if TILE[3] < 32 * SIDE else 1)
     if t.shape[DIM] <= WITHIN:
         total = tl.sum(t, DIM, keep_dims=True)
     else:
@@ -78,7 +78,7 @@ def _over(t, DIM: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
 @triton.jit
 def _both_over(t, u, DIM: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
     """Two such sums."""
-    WITHIN: tl.constexpr = 32 * SIDE if DIM == tiles.LANES else max(1, 32 * SIDE // TILE[3])
+    WITHIN: tl.constexpr = 32 * SIDE if DIM == tiles.LANES else (32 * SIDE // TILE[3] if TILE[3] < 32 * SIDE else 1)
     if t.shape[DIM] <= WITHIN:
         t, u = tl.sum(t, DIM, keep_dims=True), tl.sum(u, DIM, keep_dims=True)
     else:
@@ -157,12 +157,12 @@ def entries(
 def feature_statistics(
     v, real, C, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, FEATURES: tl.constexpr
 ):  # fmt: skip
-    """Eqs 12 and 13, of values already in registers: the mean first, then the squares around it.
+    """Eqs 12 and 13, of values already in registers: a mean first, then the squares around it.
 
     Of a row that does not exist, both are 0.
     """
     DIM: tl.constexpr = tiles.WARPS if ACROSS else tiles.LANES
-    WITHIN: tl.constexpr = 32 * SIDE if DIM == tiles.LANES else max(1, 32 * SIDE // TILE[3])
+    WITHIN: tl.constexpr = 32 * SIDE if DIM == tiles.LANES else (32 * SIDE // TILE[3] if TILE[3] < 32 * SIDE else 1)
     SOME: tl.constexpr = TILE[2] * (TILE[1] if ACROSS else TILE[3]) != FEATURES  # not all of them are features
     if FEATURES > 0 and v.shape[DIM] > WITHIN:
         mean, var = _statistics_over_warps(v, real, DIM, WITHIN, SOME, FEATURES)

@@ -161,8 +161,9 @@ def chain(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
     """Options for a launch that begins when all before it is done, and for one that may begin a little earlier.
 
     Where a device can, from Hopper on, the latter begins while the launch before comes to its end. That suits the small
-    ones. The programs of a sweep would settle where there is room just then, more on one multiprocessor than on
-    another: (32, 512, 1024) in bfloat16, pooled, takes 2.8 times a copy so, and 2.2 on an idle device.
+    ones, and sweeps over few values. The programs of a large sweep would settle where there is room just then, more on
+    one multiprocessor than on another: (32, 512, 1024) in bfloat16, pooled, takes 2.8 times a copy so, and 2.2 on an
+    idle device.
     """
     nvidia = device.type == "cuda" and torch.version.hip is None and tiles.VERSION >= (3, 5)
     if nvidia and torch.cuda.get_device_capability(device) >= (9, 0):

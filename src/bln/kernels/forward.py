@@ -108,9 +108,8 @@ def single(
     """All slabs at once, in one program, which therefore lets their statistics into the population, too."""
     n, p, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
-    counts, totals, old = population.recall(
-        batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m, updates, samples, p, folded, P, known, C, m
-    )
+    kept = batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m
+    counts, totals, old = population.recall(kept, updates, samples, p, folded, P, known, C, m)
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     at, row = tiles.offset(n, p, c, P, C, ACROSS, LONG), tiles.row_offset(n, p, N, P, ACROSS, LONG)
@@ -119,7 +118,6 @@ def single(
         mix_eps, scale, eps, N, P, C, TILE, ACROSS, SIDE, EVEN, FULL, FEATURES,
     )  # fmt: skip
     entering = p < tl.where(tl.sum(check) + tl.sum(check_F) == 0, P, 0)
-    kept = batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m
     new = mean_B, var_B * entries_factor, mean_F, var_F * m_factor, 1.0 / m
     in_column = entering & (folded < C) & tiles.writers(TILE, ACROSS, SIDE)
     population.let_in(

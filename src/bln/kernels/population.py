@@ -45,10 +45,8 @@ def weight_of(count, total, m, momentum, AVERAGE: tl.constexpr):
 
 
 @triton.jit
-def recall(
-    batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples, p, c, positions, known, C, m
-):  # fmt: skip
-    """The population at some positions, and what its counters will be: rows of five, in the order of the statistics."""
+def recall(kept, updates, samples, p, c, positions, known, C, m):
+    """What its counters will be, and what is ``kept`` of the five statistics, at some positions."""
     real, column = p < positions, p.to(tl.int64) * C + c
     in_column = real & (c < C)
     counts = (
@@ -66,11 +64,11 @@ def recall(
         tl.load(samples + 4 * known + p, mask=real, other=0) + m,
     )
     old = (
-        tl.load(batch_mean + column, mask=in_column),
-        tl.load(batch_var + column, mask=in_column),
-        tl.load(feature_mean + p, mask=real),
-        tl.load(feature_var + p, mask=real),
-        tl.load(inverse_m + p, mask=real),
+        tl.load(kept[0] + column, mask=in_column),
+        tl.load(kept[1] + column, mask=in_column),
+        tl.load(kept[2] + p, mask=real),
+        tl.load(kept[3] + p, mask=real),
+        tl.load(kept[4] + p, mask=real),
     )
     return counts, totals, old
 
@@ -80,7 +78,7 @@ def let_in(
     kept, updates, samples, counts, totals, old, new, p, c, entering, in_column, known, C, m, momentum,
     AVERAGE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """``new`` statistics of positions that are ``entering``, and of columns that are, mixed with ``old`` ones."""
+    """``new`` statistics, mixed with ``old`` ones, of those positions and columns that are entering."""
     tl.debug_barrier()  # every warp holds a copy of the counters, and must have read before one writes
     column = p.to(tl.int64) * C + c
     for row in tl.static_range(5):
@@ -118,9 +116,8 @@ def enter(
     """
     _, C = tiles.sides(P, C, False, SIDE)
     p, c = (tl.program_id(0) * BP + tl.arange(0, BP))[:, None], tl.arange(0, BC)[None, :]
-    counts, totals, old = recall(
-        batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples, p, c, positions, known, C, m
-    )
+    kept = batch_mean, batch_var, feature_mean, feature_var, inverse_m
+    counts, totals, old = recall(kept, updates, samples, p, c, positions, known, C, m)
     tiles.wait_for_previous(CHAINED)
     real, in_column = p < positions, (p < positions) & (c < C)
     column = tiles.column_offset(p, c, P, C, ACROSS)
@@ -131,7 +128,6 @@ def enter(
     bad = tl.sum(1.0 - tl.load(finite + program, mask=program < programs, other=1.0))
     new = mean, var * entries_factor, mean_F, var_F * m_factor, 1.0 / m
     entering = p < tl.where(bad == 0, positions, 0)
-    kept = batch_mean, batch_var, feature_mean, feature_var, inverse_m
     let_in(
         kept, updates, samples, counts, totals, old, new, p, c, entering, entering & (c < C), known, C, m, momentum,
         AVERAGE, SPREAD,

@@ -127,7 +127,7 @@ def _forward(
     numbers: Options,
     remember: Remembered = None,
 ) -> tuple[Tensor, Tensor]:
-    """``y``, and the buffer of statistics that ``forward`` describes; they enter the population, if one remembers."""
+    """``y``, and the buffer of statistics that ``forward`` describes, which a population may remember."""
     n, p, c, _, pooled = slabs
     y = torch.empty_like(x)
     statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)

@@ -191,7 +191,7 @@ def _statistics_over_warps(
     var = tl.sum(_by_warps(tl.sum(u * u, tiles.PIECES, keep_dims=True), DIM, WITHIN), 4) * SHARE
     both = _stack(mean, var)
     for _ in tl.static_range(10):
-        if both.shape[3] > 1:  # two parts, of the same size, as one
+        if both.shape[3] > 1:  # two parts as one: ``chan``, where they are of the same size
             left, right = _halves(both)
             mean, var = _unstack(left)
             other_mean, other_var = _unstack(right)

@@ -80,6 +80,7 @@ def share(kernels, n, p, c, dtype, training):
     chosen = launch.training(n, p, c, backward=back, alone=False, **training)
     constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
     constants |= {"MASKED": False, "POOLED": training["pooled"], "EARLY": False, "hidden": None}
+    constants["GROUPED"] = chosen.groups > 1
     if back:
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
     else:
@@ -95,7 +96,7 @@ def main() -> None:
             (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
             (25, 256, 6, True, False, False), (64, 784, 128, True, False, False), (256, 197, 768, False, False, False),
             (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True), (25, 1, 120, False, False, False),
-            (5120, 1, 128, False, False, False),
+            (5120, 1, 128, False, False, False), (64, 784, 256, True, False, False),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
             how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132, "shared": 232448}
@@ -113,9 +114,10 @@ def main() -> None:
                         build(forward.single, f"single {about}", dtype, chosen.warps, constants, ["kept_inverse_m"])
                     continue
                 constants |= {"MASKED": masked, "POOLED": pooled, "EARLY": chosen.early, "SHARED": False}
+                constants["GROUPED"] = chosen.groups > 1
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
                 names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
-                alone = chosen.splits == 1 and not pooled
+                alone = chosen.splits == chosen.groups == 1 and not pooled
                 for first in (True,) if alone else (True, False):
                     phases = dict(zip(names, (first, alone or not first), strict=True))
                     partials = {"partials": None} if alone else {}
@@ -123,7 +125,7 @@ def main() -> None:
                         kernels.sweep, name, dtype, chosen.warps, constants | phases | partials,
                         ["inverse_m", "sums"] if masked else ["sums"],
                     )  # fmt: skip
-            chosen = launch.inference(n, p, c, **how)
+            chosen = launch.inference(n, p, c, **training)
             constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
             constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled}
             constants |= {"SWAPPED": chosen.swapped, "TURNED": chosen.turned and not pooled}
@@ -137,8 +139,19 @@ def main() -> None:
         build(tiles.turn, "turn", dtype, 4, constants | {"second": None})
         build(tiles.turn, "turn", dtype, 4, constants)
     for across in (False, True):
-        build(forward.merge, "merge", "*fp32", 4, {"ACROSS": across, "BS": 256, "BLOCK": 8})
-    build(backward.add, "add", "*fp32", 8, {"BS": 1024, "BLOCK": 8}, ["parts", "total"])
+        build(forward.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
+    for pooled in (False, True):
+        constants = {
+            "WIDTH": 64,
+            "SPAN": 64 if pooled else 16,
+            "POOLED": pooled,
+            "GROUPS": 4,
+            "EARLY": pooled,
+            "BN": 16,
+            "BP": 16,
+        }
+        build(forward.unite, "unite", "*fp32", 4, constants, ["shares"])
+    build(backward.add, "add", "*fp32", 8, {"EARLY": False, "BS": 1024, "BLOCK": 8}, ["parts", "total"])
     for pooled in (True, False):
         build(synchronized.pack, "pack", "*fp32", 4, {"ACROSS": True, "POOLED": pooled, "BS": 256, "BLOCK": 8})
         constants = {"ACROSS": True, "POOLED": pooled, "LEARN": True, "AVERAGE": pooled}

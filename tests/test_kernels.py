@@ -122,12 +122,13 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
 ):
     p = 1 if layout == "dense" else p
     how = {"itemsize": itemsize, "masked": masked, "processors": processors, "shared": shared}
-    beside = {training: layout == "across" and p > 1 and launch.across(p, c, training) for training in (0, 1)}
-    training = {"across": beside[1], "pooled": pooled and beside[1], "alone": alone, **how}
+    beside = {training: layout == "across" and p > 1 and launch.across(n, p, c, training) for training in (0, 1)}
+    inference, training = ({"across": beside[t], "pooled": pooled and beside[t], **how} for t in (0, 1))
     for tensors, across, each in (
-        (1, beside[0], launch.inference(n, p, c, across=beside[0], **how)),
-        (1, beside[1], launch.training(n, p, c, backward=False, **training)),
-        (2, beside[1], launch.training(n, p, c, backward=True, **training)),
+        (1, beside[0], launch.inference(n, p, c, **inference)),
+        (1, beside[0], launch.training(n, p, c, backward=False, alone=False, **inference)),
+        (1, beside[1], launch.training(n, p, c, backward=False, alone=alone, **training)),
+        (2, beside[1], launch.training(n, p, c, backward=True, alone=alone, **training)),
     ):
         values = np.prod(each.tile)
         assert all(size & (size - 1) == 0 for size in (*each.tile, each.warps, each.side))
@@ -142,14 +143,21 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
             assert (each.splits - 1) * each.run < n <= each.splits * each.run
             assert each.run % each.samples == 0
         if each.even:
-            assert n % each.samples == p % each.positions == 0
+            assert n % each.samples == 0
+            assert p % each.positions == 0 or (across and p > each.positions and not each.resident)
             assert not masked
             assert n == each.samples or not each.resident
-        assert each.width == launch.power_of_two(c)
+        if each.groups == 1:
+            assert each.width == launch.power_of_two(c)
+        else:
+            assert (each.groups - 1) * each.width < c <= each.groups * each.width
         if each.features:
-            assert each.features == c
+            assert each.features * each.groups == c
             assert c % (each.width if across else each.tile[3]) == 0
-    one, many = (launch.inference(some, p, c, across=beside[0], **how) for some in (1, n))
+    for each in (launch.training(n, p, c, backward=b, alone=alone, **training) for b in (False, True)):
+        assert p % each.positions == 0 or not (each.even and training["pooled"])  # no position counts twice
+        assert each.flags * each.groups <= p * launch.cdiv(c, launch.GROUP)  # there is room for what they leave
+    one, many = (launch.inference(some, p, c, **inference) for some in (1, n))
     for name in ("tile", "side", "warps", "swapped", "turned"):  # rows are summed in the same order
         assert getattr(one, name) == getattr(many, name)
 
@@ -189,6 +197,10 @@ SHAPES = [
     ((70, 64, 3, 3), 1, True, 2),  # the same, too large to be held
     ((6, 24, 5, 5), 1, False, 2),  # the same, pooled
     ((6, 130, 5, 5), 1, True, 2),  # more features than are taken so: copied
+    ((3, 100, 8, 9), 1, True, 1),  # features in groups, positions of two blocks overlap
+    ((6, 128, 8, 8), 1, True, 8),  # the same, tiles even, swept over by several
+    ((3, 100, 8, 9), 1, False, 2),  # the same, pooled
+    ((70, 8, 9, 8), 1, True, 16),  # positions overlap; swept over by so many that their results are joined first
     ((9, 5, 5, 24), -1, False, 2),  # pooled, features last
     ((3, 70, 6), -1, True, 1),  # positions packed
 ]
@@ -199,6 +211,7 @@ if GPU:
         ((4096, 4096), 1, True, None), ((128, 64, 56, 56), 1, True, None), ((64, 256, 28, 28), 1, True, None),
         ((32, 28, 28, 256), -1, True, None), ((32, 14, 14, 512), -1, True, None), ((256, 56, 56, 64), -1, True, None),
         ((64, 64, 56, 56), 1, False, None), ((64, 56, 56, 64), -1, False, None), ((25, 6, 16, 16), 1, True, None),
+        ((64, 1024, 14, 14), 1, True, None), ((40, 200, 30, 30), 1, True, None), ((64, 256, 28, 28), 1, False, None),
     ]  # fmt: skip
 
 
@@ -211,6 +224,19 @@ def test_every_kernel_and_tile(shape, channel_dim, per_position, processors, dty
     rows = list(shape)
     rows.pop(channel_dim)
     compare(case_of(shape, channel_dim, per_position, dtype, mask=torch.rand(rows) < 0.7 if masked else None))
+
+
+@pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
+@pytest.mark.parametrize("shape", [(2, 200, 8, 9), (3, 256, 8, 8)])
+def test_many_groups_of_features(shape, per_position, monkeypatch, anew):
+    """Those of large inputs, which would take the interpreter too long."""
+    monkeypatch.setattr(launch, "_LARGE", 0)
+    case = case_of(shape, per_position=per_position)
+    compare(case)
+    case.x[1, 3, 2, 5] = torch.nan
+    population = Population(shape[1], shape[2:] if per_position else ()).to(DEVICE)
+    kernels.train(to_device(case).x, None, None, **options(case), remember=(population, None))
+    assert not population.updates.any()  # one group of one position has met it, and nothing is learned
 
 
 @pytest.mark.parametrize("samples", [8, 64, 3000])
@@ -306,7 +332,7 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
 @pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize(
     ("n", "c", "along", "value", "enters"),
-    [(2, 64, 0, 1e19, True), (2, 64, 0, 1e20, False), (2, 64, 2, 1e20, False), (8, 2, 2, 9e18, False)],
+    [(2, 64, 0, 9e18, True), (2, 64, 0, 1e20, False), (2, 64, 2, 1e20, False), (8, 2, 2, 9e18, False)],
 )
 def test_a_large_variance_enters_and_an_infinite_one_does_not(
     n, c, along, value, enters, swept, channel_dim, monkeypatch, anew
@@ -473,7 +499,7 @@ def test_many_partial_results_are_joined(parts, p, c, tall, across):
     partials = torch.cat([t.float().reshape(-1) for t in (means, squares, counts, sums)])
     joined = torch.full((groups * p * (2 * c + 3),), torch.nan, device=DEVICE)
     forward.merge[(line[0] * launch.cdiv(line[1], 8), groups)](
-        partials.to(DEVICE), joined, p, c, parts, groups, ACROSS=across, CHAINED=False, BS=tall, BLOCK=8
+        partials.to(DEVICE), joined, p, c, parts, groups, ACROSS=across, CHAINED=False, EARLY=False, BS=tall, BLOCK=8
     )
     some = [slice(first, first + tall) for first in range(0, parts, tall)]
     total = torch.stack([columns[of].sum(0) for of in some]).double().clamp(min=1)
@@ -539,7 +565,7 @@ def test_every_kernel_compiles_to_machine_code():
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
-        "forward", "single", "backward", "inference", "merge", "add", "turn", "pack", "join", "population"
+        "forward", "single", "backward", "inference", "merge", "unite", "add", "turn", "pack", "join", "population"
     }  # fmt: skip
 
 
@@ -569,6 +595,8 @@ LAYERS = [
     ((6, 9, 8), -1, {"momentum": None}),
     ((6, 5), 1, {}),
     ((6, 7, 4), 1, {"per_position": False}),
+    ((4, 70, 8, 9), 1, {}),
+    ((4, 128, 12, 12), 1, {"per_position": False}),
 ]
 if GPU:
     LAYERS += [((32, 64, 14, 14), 1, {}), ((64, 80, 128), -1, {}), ((64, 3, 2048), -1, {}), ((2048, 512), 1, {})]

@@ -100,7 +100,7 @@ def resident(
 
 @triton.jit
 def _sums(
-    x, dy, hidden, statistics, sums, mean_B, gamma, p, first, last, N, P, C, eps,
+    x, dy, hidden, statistics, sums, mean_B, gamma, p, first, last, before, own, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -111,7 +111,7 @@ def _sums(
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
     rows = statistics + 2 * P.to(tl.int64) * C
-    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
+    at, row = tiles.offset(ns, p, before + c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = tiles.strides(P, C, ACROSS)
     total = reductions.fold((ns + p + c).to(tl.float32) * 0.0)
     dot_B = total
@@ -119,7 +119,7 @@ def _sums(
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
-        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        real = tiles.real_values(in_row, c, own, FULL, FEATURES)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
         r_F = tl.rsqrt(var_F + eps)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
@@ -141,22 +141,22 @@ def _sums(
 
 @triton.jit
 def _differentiate(
-    x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last, N, P, C, eps,
-    TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
+    x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last, before, own, N, P, C,
+    eps, TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of the samples ``first`` to ``last``, the last ones first; 0 at hidden entries."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
     rows = statistics + 2 * P.to(tl.int64) * C
-    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
+    at, row = tiles.offset(ns, p, before + c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = tiles.strides(P, C, ACROSS)
     steps = tl.cdiv(last - first, BN)
     for left in tl.range(0, steps, num_stages=STAGES):
         start = first + (steps - 1 - left) * BN
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
-        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        real = tiles.real_values(in_row, c, own, FULL, FEATURES)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
         flat_F, along_F = tiles.load_pair(sums + start * row_step, row, in_row, EVEN)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
@@ -165,7 +165,7 @@ def _differentiate(
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, C, FULL, FEATURES)
+        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, own, FULL, FEATURES)
         tiles.put(dx + start * step + at, out, there, FULL)
 
 
@@ -196,7 +196,7 @@ def sweep(
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, POOLED: tl.constexpr,
     SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
-    SHARED: tl.constexpr = False,
+    SHARED: tl.constexpr = False, GROUPED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
@@ -206,19 +206,26 @@ def sweep(
 
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
+
+    Where features are ``GROUPED``, the first sweep leaves ``sums`` of each group, the second reads those of all.
     """
     if DIFFERENTIATE or EARLY:
         tiles.begin_next(CHAINED)
-    if EARLY and not SUM:
+    if not SUM:
         tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
-    p = block * BP + ps
+    before, own = tiles.own_features(C, TILE, GROUPED)
+    c, folded = before + c, before + folded
+    p = tiles.positions(block, ps, P, BP, ACROSS, SIDE, EVEN)
     q, Q = p, P  # where the statistics of a position are, and for how many there are some
     if POOLED:
         q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1
+    once = q < Q  # where what a position gives to the gradients of gamma and beta counts
+    if not POOLED:
+        once = once & (q >= block * BP)
     columns = Q.to(tl.int64) * C
     mean_B, r_B = _columns(statistics, q, folded, Q, C, eps, ACROSS, FULL)
     g = tiles.parameter(gamma, folded, C, 1.0)
@@ -228,9 +235,11 @@ def sweep(
         inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
     s_B = w_B * r_B
+    if SUM and GROUPED:
+        sums += 2 * tl.program_id(1) * N.to(tl.int64) * P
     if SUM:
         total, dot_B, dot_F = _sums(
-            x, dy, hidden, statistics, sums, mean_B, g, p, first, last, N, P, C, eps,
+            x, dy, hidden, statistics, sums, mean_B, g, p, first, last, before, own, N, P, C, eps,
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
@@ -245,8 +254,8 @@ def sweep(
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, 1.0)  # sums, still
             tl.store(to, flat_B, mask=in_column)
             tl.store(to + C, along_B, mask=in_column)
-            dgamma = tl.where(q < Q, s_B * dot_B + w_F * dot_F, 0.0)
-            _store_parameters(partials + 2 * (columns + block * C), dgamma, total, c, C, ACROSS)
+            dgamma, dbeta = tl.where(once, s_B * dot_B + w_F * dot_F, 0.0), tl.where(once, total, 0.0)
+            _store_parameters(partials + 2 * (columns + block * C), dgamma, dbeta, c, C, ACROSS)
         else:
             column, in_column = tiles.column_offset(q, c, Q, C, ACROSS), (q < Q) & (c < C)
             to = partials + split * columns + column
@@ -272,23 +281,24 @@ def sweep(
                 dot_F += tl.load(of + 2 * parts * columns, mask=in_column, other=0.0)
         if not SHARED:
             if split == 0:
-                dgamma = tl.where(q < Q, s_B * dot_B + w_F * dot_F, 0.0)
-                if POOLED:  # each block has the sums of all: they count once
-                    dgamma, once = tl.where(block == 0, dgamma, 0.0), tl.where(block == 0, total, 0.0)
-                    _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, once, c, C, False)
-                else:
-                    _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, total, c, C, ACROSS)
+                if POOLED:  # each block has the sums of all
+                    once = once & (block == 0)
+                dgamma, dbeta = tl.where(once, s_B * dot_B + w_F * dot_F, 0.0), tl.where(once, total, 0.0)
+                _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, dbeta, c, C, ACROSS and not POOLED)
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last,
-            N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
+            before, own, N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["number", "width"])
-def add(parts, total, number, width, CHAINED: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
+def add(
+    parts, total, number, width, CHAINED: tl.constexpr, EARLY: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Sum ``[outer, number, width]`` over the number."""
-    tiles.begin_next(CHAINED)
+    if EARLY:
+        tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     parts += tl.program_id(1).to(tl.int64) * number * width
@@ -297,4 +307,6 @@ def add(parts, total, number, width, CHAINED: tl.constexpr, BS: tl.constexpr, BL
         row = start + tl.arange(0, BS)[:, None]
         values = tl.load(parts + row.to(tl.int64) * width + at, mask=(row < number) & (at < width), other=0.0)
         found += tl.sum(values, 0, keep_dims=True)
+    if not EARLY:
+        tiles.begin_next(CHAINED)
     tl.store(total + tl.program_id(1) * width + at, found, mask=at < width)

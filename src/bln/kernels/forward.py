@@ -128,7 +128,7 @@ def single(
 
 @triton.jit
 def _measure(
-    x, hidden, rows, p, first, last, N, P, C,
+    x, hidden, rows, p, first, last, before, own, N, P, C,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -140,10 +140,10 @@ def _measure(
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.
     """
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
-    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
+    at, row = tiles.offset(ns, p, before + c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = tiles.strides(P, C, ACROSS)
     in_row = tiles.real_rows(first + ns, p, last, P, hidden, EVEN, MASKED)
-    real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+    real = tiles.real_values(in_row, c, own, FULL, FEATURES)
     v = tiles.fetch(x + first * step + at, real, FULL).to(tl.float32)
     entries = reductions.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
     pivot = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
@@ -155,9 +155,9 @@ def _measure(
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
-        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        real = tiles.real_values(in_row, c, own, FULL, FEATURES)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
-        mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+        mean_F, var_F = reductions.feature_statistics(v, real, own, TILE, ACROSS, SIDE, FEATURES)
         tiles.store_pair(rows + start * row_step, row, mean_F, var_F, (n < last) & (p < P), EVEN)
         sum_mean += mean_F  # 0 where there is no row
         sum_var += var_F
@@ -183,14 +183,14 @@ def _measure(
 
 @triton.jit
 def _normalize(
-    x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
+    x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, before, own, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0."""
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
-    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
+    at, row = tiles.offset(ns, p, before + c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = tiles.strides(P, C, ACROSS)
     steps = tl.cdiv(last - first, BN)
     for left in tl.range(0, steps, num_stages=STAGES):
@@ -198,11 +198,11 @@ def _normalize(
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
-        v = tiles.fetch(x + start * step + at, tiles.real_values(in_row, c, C, FULL, FEATURES), FULL).to(tl.float32)
+        v = tiles.fetch(x + start * step + at, tiles.real_values(in_row, c, own, FULL, FEATURES), FULL).to(tl.float32)
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, C, FULL, FEATURES)
+        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, own, FULL, FEATURES)
         tiles.put(y + start * step + at, out, there, FULL)
 
 
@@ -213,30 +213,37 @@ def sweep(
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, POOLED: tl.constexpr,
     MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
-    SHARED: tl.constexpr = False,
+    SHARED: tl.constexpr = False, GROUPED: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
     Of the first alone, ``splits`` programs for each block of positions leave partial results; the second alone reads
     ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
     second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
+
+    Where features are ``GROUPED``, each program has one group of them, and ``statistics`` of the first sweep are those
+    of rows alone, for each group: ``unite`` makes them one.
     """
     if NORMALIZE or EARLY:
         tiles.begin_next(CHAINED)
-    if EARLY and not MEASURE:
+    if not MEASURE:
         tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
-    p = block * BP + ps
+    before, own = tiles.own_features(C, TILE, GROUPED)
+    c, folded = before + c, before + folded
+    p = tiles.positions(block, ps, P, BP, ACROSS, SIDE, EVEN)
     q, Q = p, P  # where the statistics of a position are, and for how many there are some
     if POOLED:
         q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1
     rows = statistics + 2 * P.to(tl.int64) * C
+    if MEASURE and GROUPED:
+        rows = statistics + 2 * tl.program_id(1) * N.to(tl.int64) * P
     if MEASURE:
         count, mean_B, square, sum_mean, sum_var = _measure(
-            x, hidden, rows, p, first, last, N, P, C,
+            x, hidden, rows, p, first, last, before, own, N, P, C,
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
     if MEASURE and not NORMALIZE:
@@ -244,7 +251,7 @@ def sweep(
             tiles.begin_next(CHAINED)  # no earlier: (128, 3136, 64), pooled and across, would take 3 us more
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
-        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, ACROSS)
+        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, ACROSS, GROUPED)
     if NORMALIZE:
         if MEASURE:
             tl.debug_barrier()  # statistics of rows were stored by other threads
@@ -255,7 +262,8 @@ def sweep(
         if split == 0:
             _store_columns(statistics, q, folded, mean_B, var_B, Q, C, TILE, ACROSS, SIDE)
             _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
-            _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
+            flag = tl.num_programs(0) // splits * tl.program_id(1) + block
+            _store_finite(statistics, flag, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
         if MASKED or SHARED:  # there is one for each position
             inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
@@ -263,13 +271,16 @@ def sweep(
         b = tiles.parameter(beta, folded, C, 0.0)
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         _normalize(
-            x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, N, P, C, eps,
+            x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, before, own, N, P, C, eps,
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
-def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C, ACROSS: tl.constexpr):
+def _store_part(
+    partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C, ACROSS: tl.constexpr,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
     """Partial results: means, squares of columns; counts, sums of rows' means and variances ``[splits, P]``."""
     columns = P.to(tl.int64) * C
     column, in_column = tiles.column_offset(p, c, P, C, ACROSS), (p < P) & (c < C)
@@ -277,8 +288,52 @@ def _store_part(partials, split, splits, p, c, count, mean, square, sum_mean, su
     tl.store(partials + (splits + split) * columns + column, square, mask=in_column)
     at = partials + 2 * splits * columns + split * P + p
     tl.store(at, count, mask=p < P)
-    tl.store(at + splits * P, sum_mean, mask=p < P)
-    tl.store(at + 2 * splits * P, sum_var, mask=p < P)
+    if not GROUPED:
+        tl.store(at + splits * P, sum_mean, mask=p < P)
+        tl.store(at + 2 * splits * P, sum_var, mask=p < P)
+
+
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits"])
+def unite(
+    shares, statistics, partials, N, P, C, run, splits, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
+    POOLED: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """The statistics of rows, of which each group of ``WIDTH`` features has its ``shares``, and the sums of both that
+    partial results are without: those of ``SPAN`` positions, and a run of samples.
+    """
+    if EARLY:
+        tiles.begin_next(CHAINED)
+    tiles.wait_for_previous(CHAINED)
+    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    last = tl.minimum(N, (split + 1) * run)
+    ns, ps = tl.arange(0, BN)[:, None], tl.arange(0, BP)[None, :]
+    sum_mean = tl.zeros([BN, BP], tl.float32)
+    sum_var = tl.zeros([BN, BP], tl.float32)
+    for position in range(block * SPAN, (block + 1) * SPAN, BP):
+        for start in range(split * run, last, BN):
+            n, p = start + ns, position + ps
+            real, row = (n < last) & (p < P), n.to(tl.int64) * P + p
+            mean = tl.zeros([BN, BP], tl.float32)
+            square = tl.zeros([BN, BP], tl.float32)
+            count = 0.0
+            for group in tl.static_range(GROUPS):
+                its_mean, its_var = tiles.load_pair(shares, group * N.to(tl.int64) * P + row, real)
+                its_count = tl.minimum(C - group * WIDTH, WIDTH).to(tl.float32)
+                mean, square, count = reductions.chan(mean, square, count, its_mean, its_var * its_count, its_count)
+            var = square * (1.0 / C)
+            tiles.store_pair(statistics, P.to(tl.int64) * C + row, mean, var, real)
+            sum_mean += tl.where(real, mean, 0.0)
+            sum_var += tl.where(real, var, 0.0)
+    if not EARLY:
+        tiles.begin_next(CHAINED)
+    sum_mean, sum_var = tl.sum(sum_mean, 0, keep_dims=True), tl.sum(sum_var, 0, keep_dims=True)
+    q, Q = block * SPAN + ps, P
+    if POOLED:
+        sum_mean, sum_var = tl.sum(sum_mean, 1, keep_dims=True), tl.sum(sum_var, 1, keep_dims=True)
+        q, Q, split, splits = tl.zeros([1, 1], tl.int32), P * 0 + 1, tl.program_id(0), tl.num_programs(0)
+    at = partials + 2 * splits * Q.to(tl.int64) * C + split * Q + q
+    tl.store(at + splits * Q, sum_mean, mask=q < Q)
+    tl.store(at + 2 * splits * Q, sum_var, mask=q < Q)
 
 
 @triton.jit
@@ -305,14 +360,15 @@ def _join(partials, parts, p, c, P, C, ACROSS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P", "C", "parts", "groups"])
 def merge(
-    partials, joined, P, C, parts, groups, ACROSS: tl.constexpr, CHAINED: tl.constexpr, BS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    partials, joined, P, C, parts, groups, ACROSS: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each ``BS`` of many parts joined into one, in the same layout: for ``sweep``, whose programs would read all.
 
     A program has features of one position, or ``ACROSS``, where several lie side by side, positions of one feature.
     """
-    tiles.begin_next(CHAINED)
+    if EARLY:
+        tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
     columns, group = P.to(tl.int64) * C, tl.program_id(1)
     width = C
@@ -335,6 +391,8 @@ def merge(
     means = tl.load(partials + part * columns + at, mask=there & inside, other=0.0)
     squares = tl.load(partials + (parts + part) * columns + at, mask=there & inside, other=0.0)
     mean, square, _ = reductions.joined(means, squares, counts)
+    if not EARLY:
+        tiles.begin_next(CHAINED)
     tl.store(joined + group * columns + at, mean, mask=inside)
     tl.store(joined + (groups + group) * columns + at, square, mask=inside)
     if first:

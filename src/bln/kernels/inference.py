@@ -55,7 +55,7 @@ def infer(
     config: StatisticsConfig,
 ) -> Tensor:
     """Algorithm 2 of ``x``, given a population that knows its positions, in any configuration."""
-    slabs = Slabs.of(x, channel_dim, per_position, training=config.uses_batch)
+    slabs = Slabs.of(x, channel_dim, per_position, training=False)
     if slabs is None:
         y = infer(
             features_last(x, channel_dim), gamma, beta, mask, channel_dim=x.dim() - 1, per_position=per_position,
@@ -90,8 +90,8 @@ class _Infer(torch.autograd.Function):
         y = torch.empty_like(x)
         batch_mean, batch_var = _batch(x, left, slabs, numbers, kept, config)
         chosen = launch.inference(
-            n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, processors=processors(x.device),
-            shared=shared_memory(x.device),
+            n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, pooled=pooled,
+            processors=processors(x.device), shared=shared_memory(x.device),
         )  # fmt: skip
         turn = chosen.turned and not pooled
         if turn:
@@ -122,7 +122,7 @@ def _batch(
     q = 1 if pooled else p
     mean, var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
     if config.uses_batch:
-        chosen = choose(slabs, x.element_size(), x.device, True, False)  # as for a mask: swept over, not held
+        chosen = choose(slabs, x.element_size(), x.device, left is not None, False, alone=False)  # never held
         statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
         joined, _ = measure(x, statistics, left, slabs, numbers, chosen, most=1)
         own_mean, square, real, _ = torch.split(joined, [q * c, q * c, q, 2 * q])
@@ -188,29 +188,29 @@ def _normalize(
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     if SWAPPED:
         ns, ps = ps, ns
-    p = tl.program_id(0) // splits * BP + ps
+    p = tiles.positions(tl.program_id(0) // splits, ps, P, BP, ACROSS, SIDE, EVEN)
     first = tl.program_id(0) % splits * run
     last = tl.minimum(N, first + run)
     at = tiles.offset(ns, p, c, P, C, ACROSS, LONG)
     step, _ = tiles.strides(P, C, ACROSS)
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
-    q = p  # where the statistics of a position are
+    q, Q = p, P  # where the statistics of a position are, and for how many there are some
     if POOLED:
-        q = p * 0
+        q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1
     if MASKED:
-        own_inverse_m = tl.load(own_inverse_m + q, mask=p < P, other=1.0)
-    seen = tl.load(updates + 4 * known + q, mask=p < P, other=0) > 0
+        own_inverse_m = tl.load(own_inverse_m + q, mask=q < Q, other=1.0)
+    seen = tl.load(updates + 4 * known + q, mask=q < Q, other=0) > 0
     w_B, w_F = tiles.weights(
-        tl.where(seen, tl.load(inverse_m + q, mask=p < P, other=1.0), own_inverse_m), mix_eps, scale
+        tl.where(seen, tl.load(inverse_m + q, mask=q < Q, other=1.0), own_inverse_m), mix_eps, scale
     )
-    column, in_column = tiles.column_offset(q, folded, P, C, TURNED), (p < P) & (folded < C)
+    column, in_column = tiles.column_offset(q, folded, Q, C, TURNED), (q < Q) & (folded < C)
     mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
     s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
     if MEAN_F:
-        mean_F = tl.load(feature_mean + q, mask=p < P, other=0.0)
+        mean_F = tl.load(feature_mean + q, mask=q < Q, other=0.0)
     if VAR_F:
-        var_F = tl.load(feature_var + q, mask=p < P, other=1.0)
+        var_F = tl.load(feature_var + q, mask=q < Q, other=1.0)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)

@@ -14,7 +14,9 @@ FEATURES = 2**15  # at most: all of them are in a tile
 _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
-_EARLY = 2**20  # values at most that are worth an early launch: see ``slabs.chain``
+GROUP = 64  # features of a group, where there are too many for a tile and positions lie side by side
+_EARLY = 2**20  # values at most of which the next launch begins early: see ``slabs.chain``
+_LARGE = 2**22  # values at least for which features are in groups, where else they would be copied
 
 
 def power_of_two(value: int) -> int:
@@ -27,14 +29,25 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def across(p: int, c: int, training: bool) -> bool:
+def across(n: int, p: int, c: int, training: bool) -> bool:
     """Whether the kernels take ``p`` positions side by side; else they want a copy with features last.
 
-    At inference samples are read once, and it pays for more features: (64, 784, 256) takes 1.6 times a copy in float32,
-    3.2 by way of copies; in bfloat16 2.7 and 3.1.
+    In training (64, 784, 256) takes 2.2 times a copy in groups of features in float32, 3.5 by way of copies; but
+    (32, 196, 512) in bfloat16 4.8 and 4.5, backward 4.0 and 3.2. At inference samples are read once, all features at a
+    time: (64, 784, 256) takes 1.4 times a copy in float32, 3.2 by way of copies; in bfloat16 2.2 and 3.1.
     """
-    most = 128 if training else 256
-    return c <= most and p * c < 2**26  # offsets within a tile have 32 bits: of a few samples, of more if p is small
+    if training:
+        fits = c <= 128 or (_grouped(p, c) and n * p * c >= _LARGE)
+    else:
+        fits = c <= 256
+    return fits and p * c < 2**26  # offsets within a tile have 32 bits: of a few samples, of more if p is small
+
+
+def _grouped(p: int, c: int) -> bool:
+    """Whether features are in groups, in training where positions lie side by side: if there are enough positions for
+    whole tiles. (64, 784, 128) takes 2.4 times a copy in two groups in float32, 2.9 in one.
+    """
+    return GROUP < c <= 64 * GROUP and p >= 64 and p % 4 == 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Launch:
     """How to go through ``x[n, p, c]``.
 
     Attributes:
-        tile: Extents of a tile, as ``tiles`` arranges them; all features are in it.
+        tile: Extents of a tile, as ``tiles`` arranges them; all features are in it, or all of a group.
         across: Positions, not features, lie side by side in memory.
         side: Values a thread reads side by side.
         long: There are so many values that 32 bits do not count them.
@@ -57,9 +70,10 @@ class Launch:
         splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
             are two launches.
         run: Samples of each.
-        early: The second of these may begin before the first is over.
+        early: Programs let those of the launch after them begin when they begin, else when they end.
         swapped: The rows of a tile are positions of one sample, not samples of one position.
         turned: Statistics of columns are to lie as the input does.
+        groups: Of features, each with programs of its own; then the sweeps are two launches.
     """
 
     tile: tuple[int, int, int, int]
@@ -78,6 +92,7 @@ class Launch:
     early: bool = False
     swapped: bool = False
     turned: bool = False
+    groups: int = 1
 
     @property
     def samples(self) -> int:
@@ -131,6 +146,11 @@ def _known(c: int, tile: tuple[int, int, int, int], across: bool) -> int:
     return c if c % piece == 0 else 0
 
 
+def _even(p: int, positions: int, pooled: bool = False) -> bool:
+    """Blocks may overlap, see ``tiles.positions``, but not if what is in two would count twice."""
+    return p % positions == 0 or (p > positions and not pooled)
+
+
 def _long(n: int, p: int, c: int) -> bool:
     return n * p * c >= 2**31
 
@@ -156,7 +176,7 @@ def arrange_across(c: int, samples: int, positions: int, side: int) -> tuple[tup
     there would be too many threads.
     """
     features = power_of_two(c)
-    held = min(features, 8 if side > 1 and features <= 128 else 16)
+    held = min(features, 8 if side > 1 and features <= 256 else 16)
     rows = features // held
     return (samples, rows, held, positions), max(1, rows * positions // (side * _LANES))
 
@@ -173,15 +193,17 @@ def swept(
     warps: int,
     splits: int,
     stages: int = 1,
+    groups: int = 1,
+    pooled: bool = False,
 ) -> Launch:
     """A launch that sweeps over slabs in such tiles, in up to so many runs of samples."""
     samples, positions = _rows(tile, across), tile[-1] if across else 1
     run = cdiv(cdiv(n, splits), samples) * samples  # whole tiles
     stages = 1 if run == samples else stages  # no tile comes after
-    even = not masked and n % samples == 0 and p % positions == 0
+    even = not masked and n % samples == 0 and _even(p, positions, pooled)
     return Launch(
-        tile, across, side, _long(n, p, c), even, _known(c, tile, across), warps, cdiv(p, positions),
-        splits=cdiv(n, run), run=run, stages=stages, early=n * p * c <= _EARLY,
+        tile, across, side, _long(n, p, c), even, _known(c // groups, tile, across), warps, cdiv(p, positions),
+        splits=cdiv(n, run), run=run, stages=stages, early=n * p * c <= _EARLY, groups=groups,
     )  # fmt: skip
 
 
@@ -220,7 +242,8 @@ def training(
     few = p <= 2 * processors
     half = backward if itemsize == 4 else features > 128  # two tensors in float32; wide rows, which are swept over well
     whole = _RESIDENT // 2 if half else _RESIDENT
-    if alone and across and not (masked or pooled) and slab * _BLOCK <= whole // 4 and p <= 2 * processors * _BLOCK:
+    small = slab * _BLOCK <= whole // 4 and features <= 128 and p <= 2 * processors * _BLOCK
+    if alone and across and not (masked or pooled) and small:
         # (25, 256, 6) takes 3 us so, 8 if swept over in two launches; with 32 positions for each program 7.
         tile, blocks = (power_of_two(n), 1, features, _BLOCK), cdiv(p, _BLOCK)
         even, known = power_of_two(n) == n and p % _BLOCK == 0, _known(c, tile, across)
@@ -246,12 +269,20 @@ def training(
 
     if across:
         # 64 positions for each program, no more programs than run at a time, and two tiles under way beside the one
-        # worked on: (128, 3136, 64) takes 2.1 times a copy so, 2.4 with none or three, 2.6 with 32 positions.
-        samples, positions, side, most = 2 if itemsize == 2 and not backward else 1, 64, gcd(p, 4), 2
-        tile, warps = arrange_across(c, min(samples, power_of_two(n)), positions, side)
-        splits = max(1, most * processors // cdiv(p, positions))
-        stages = 1 if masked else fitting(3, most * size * prod(tile), shared)
-        return swept(n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits, stages=stages)
+        # worked on: (128, 3136, 64) takes 2.1 times a copy so, 2.4 with none or three, 2.6 with 32 positions. Each
+        # program leaves partial results as large as a slab, so of smaller inputs there are half as many: (64, 196,
+        # 1024) takes 3.4 so, else 3.9. But backward in bfloat16 would take 3.8 times an addition, and takes 2.8.
+        samples, positions, side = 2 if itemsize == 2 and not backward else 1, 64, gcd(p, 4)
+        most = 2 if n * p * c > 2**24 or (backward and itemsize == 2) else 1
+        group = GROUP if _grouped(p, c) else c
+        tile, warps = arrange_across(group, min(samples, power_of_two(n)), positions, side)
+        groups = cdiv(c, group)
+        splits = max(1, most * processors // (cdiv(p, positions) * groups))
+        stages = 1 if masked else fitting(4 if most == 1 and itemsize == 4 else 3, 2 * size * prod(tile), shared)
+        return swept(
+            n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits, stages=stages,
+            groups=groups, pooled=pooled,
+        )  # fmt: skip
 
     if p == 1:
         return _one_slab(
@@ -351,16 +382,20 @@ def _one_slab(n: int, c: int, *, backward: bool, itemsize: int, masked: bool, pr
 
 @lru_cache(maxsize=4096)
 def inference(
-    n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, processors: int, shared: int
+    n: int, p: int, c: int, *, itemsize: int, across: bool, masked: bool, pooled: bool, processors: int, shared: int
 ) -> Launch:
     """The heuristic for inference. A tile is the same for any n, so that a row is summed in the same order."""
     features = power_of_two(c)
     if across:
         # Where the statistics of columns lie as the input does, which takes another launch, and where as many programs
         # as run at a time have two tiles under way beside the one they work on, (128, 3136, 64) takes 1.3 times a copy,
-        # else 1.7: of loads that disagree on which threads hold what, the compiler would follow the wrong ones.
-        swapped, turned, most = False, p * c >= 2**14, 3 if itemsize == 2 else 2
-        side, positions = (4, 64) if features <= 64 and p >= 1024 else (4 if turned else 8 // itemsize, 32)
+        # else 1.7: of loads that disagree on which threads hold what, the compiler would follow the wrong ones. Pooled
+        # statistics are the same at all positions, and those of a tile have to fill a warp then: (64, 784, 128) takes
+        # 1.6 with 64 positions, 2.8 with 32.
+        swapped, turned = False, p * c >= 2**14
+        wide = (features <= 64 and p >= 1024) or (pooled and turned)
+        side, positions = (4, 64) if wide else (4 if turned else 8 // itemsize, 32)
+        most = 1 if features * positions >= 8192 else 3 if itemsize == 2 else 2
         tile, warps = arrange_across(c, 1 if turned else 2, positions, gcd(p, side))
         side, stages = gcd(p, side), fitting(3, most * itemsize * prod(tile), shared) if turned and not masked else 1
     else:
@@ -391,7 +426,7 @@ def inference(
         programs = 4 if itemsize == 2 and features > 1024 else 8 if features == 512 else programs
         splits = cdiv(tiles, max(1, min(16, tiles * blocks // (programs * processors))))
     run = samples * cdiv(tiles, splits)
-    even = not masked and n % samples == 0 and p % positions == 0
+    even = not masked and n % samples == 0 and _even(p, positions)
     return Launch(
         tile, across, side, _long(n, p, c), even, _known(c, tile, across), warps, blocks, splits=cdiv(n, run), run=run,
         swapped=swapped, turned=turned, stages=stages,

@@ -75,6 +75,28 @@ def sides(P, C, ACROSS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
+def positions(block, ps, P, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr):
+    """Those of a block. Where side by side they do not fill the last one, it begins earlier, so that all of its
+    positions exist; some are in the block before, too, and what two programs do for them is the same.
+    """
+    first = block * BP
+    if ACROSS and EVEN:
+        first = tl.minimum(first, P - BP) // SIDE * SIDE  # known to be a multiple
+    return first + ps
+
+
+@triton.jit
+def own_features(C, TILE: tl.constexpr, GROUPED: tl.constexpr):
+    """Features before those of a program, and how many it has: all, or a group of as many as a tile has ``ACROSS``."""
+    before, own = 0, C
+    if GROUPED:
+        WIDTH: tl.constexpr = TILE[1] * TILE[2]
+        before = tl.program_id(1) * WIDTH
+        own = tl.minimum(C - before, WIDTH)
+    return before, own
+
+
+@triton.jit
 def column_offset(p, c, P, C, ACROSS: tl.constexpr):
     """Where something is that there is for each column."""
     if ACROSS:

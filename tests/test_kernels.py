@@ -122,7 +122,7 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
 ):
     p = 1 if layout == "dense" else p
     how = {"itemsize": itemsize, "masked": masked, "processors": processors, "shared": shared}
-    beside = {training: layout == "across" and p > 1 and launch.across(n, p, c, training) for training in (0, 1)}
+    beside = {training: layout == "across" and p > 1 and launch.across(p, c, training) for training in (0, 1)}
     inference, training = ({"across": beside[t], "pooled": pooled and beside[t], **how} for t in (0, 1))
     for tensors, across, each in (
         (1, beside[0], launch.inference(n, p, c, **inference)),
@@ -154,8 +154,9 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
         if each.features:
             assert each.features * each.groups == c
             assert c % (each.width if across else each.tile[3]) == 0
-    for each in (launch.training(n, p, c, backward=b, alone=alone, **training) for b in (False, True)):
-        assert p % each.positions == 0 or not (each.even and training["pooled"])  # no position counts twice
+    for backward, seen in ((False, training), (True, training), (False, inference)):
+        each = launch.training(n, p, c, backward=backward, alone=alone, **seen)
+        assert p % each.positions == 0 or not (each.even and seen["pooled"])  # no position counts twice
         assert each.flags * each.groups <= p * launch.cdiv(c, launch.GROUP)  # there is room for what they leave
     one, many = (launch.inference(some, p, c, **inference) for some in (1, n))
     for name in ("tile", "side", "warps", "swapped", "turned"):  # rows are summed in the same order
@@ -233,10 +234,39 @@ def test_many_groups_of_features(shape, per_position, monkeypatch, anew):
     monkeypatch.setattr(launch, "_LARGE", 0)
     case = case_of(shape, per_position=per_position)
     compare(case)
-    case.x[1, 3, 2, 5] = torch.nan
-    population = Population(shape[1], shape[2:] if per_position else ()).to(DEVICE)
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of the interpreter
+def test_what_one_group_of_features_alone_meets():
+    """A column whose squares are more than float32 holds, but not those of the rows it is in: nothing is learned."""
+    case, population = case_of((8, 128, 8, 9)), Population(128, (8, 9)).to(DEVICE)
+    case.x.zero_()[:, 100, 3, 3] = torch.tensor([1e19, -1e19]).repeat(4)
     kernels.train(to_device(case).x, None, None, **options(case), remember=(population, None))
-    assert not population.updates.any()  # one group of one position has met it, and nothing is learned
+    assert not population.updates.any()
+
+
+@pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
+@pytest.mark.parametrize("shape", [(5, 70, 9, 8), (5, 3, 1, 67)])
+def test_groups_and_blocks_that_overlap_where_ranks_are_asked(shape, per_position, chosen, monkeypatch):
+    """One rank, which hears what it said: the layer without."""
+    monkeypatch.setattr(bln.synchronized, "gather", lambda message, group: message)
+    monkeypatch.setattr(bln.synchronized, "add_up", lambda message, task: message)
+    layer = bln.BatchLayerNorm(shape[1], per_position=per_position).to(DEVICE)
+    nn.init.normal_(layer.weight)
+    alone, positions = copy.deepcopy(layer), shape[2:] if per_position else ()
+    layer.population.learned(positions, True)
+    layer._agreed = True
+    x, dy, found = torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE), []
+    for each in (layer, alone):
+        x = x.detach().requires_grad_()
+        with poisoned():
+            group = mock.Mock(**{"size.return_value": 1})
+            y = alone(x) if each is alone else layer._synchronized(x, None, 1, positions, group)
+            found.append([y, *torch.autograd.grad(y, [x, each.weight, each.bias], dy)])
+    for name, ours, theirs in zip(("y", "dx", "dgamma", "dbeta"), *found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    for name, ours in layer.population.named_buffers():
+        torch.testing.assert_close(ours, getattr(alone.population, name), rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("samples", [8, 64, 3000])
@@ -398,17 +428,18 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known):
 
 @pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"])
 @pytest.mark.parametrize(
-    ("shape", "channel_dim"),
+    ("shape", "channel_dim", "per_position"),
     [
-        ((40, 6, 24), -1), ((40, 300), 1), ((40, 24, 5, 5), 1), ((70, 3, 3), 1), ((20, 200, 4, 2), 1),
-        ((20, 8, 4, 4), 1), ((20, 16, 4, 4), 1), ((64, 4, 8), -1), ((64, 4, 16), -1), ((20, 16, 16, 6), -1),
-        ((20, 10, 10), -1), ((20, 128, 16), -1), ((20, 128, 12, 12), 1), ((20, 5, 513), -1),
+        *((shape, -1, True) for shape in ((40, 6, 24), (64, 4, 8), (64, 4, 16), (20, 16, 16, 6), (20, 10, 10))),
+        *((shape, 1, True) for shape in ((40, 24, 5, 5), (70, 3, 3), (20, 200, 4, 2), (20, 8, 4, 4), (20, 16, 4, 4))),
+        *((shape, 1, True) for shape in ((20, 128, 12, 12), (20, 24, 6, 6), (20, 24, 1, 33), (40, 300))),
+        ((20, 128, 16), -1, True), ((20, 5, 513), -1, True), ((20, 24, 6, 6), 1, False), ((20, 128, 12, 12), 1, False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
-def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim, dtype):
-    case = to_device(case_of(shape, channel_dim, dtype=dtype))
-    positions = tuple(s for at, s in enumerate(shape) if at not in (0, channel_dim % len(shape)))
+def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim, per_position, dtype):
+    case = to_device(case_of(shape, channel_dim, per_position, dtype=dtype))
+    positions = tuple(s for at, s in enumerate(shape) if at not in (0, channel_dim % len(shape)) and per_position)
     population = Population(shape[channel_dim], positions).to(DEVICE)
     kernels.train(case.x + 1, None, None, **options(case), remember=(population, None))
 
@@ -439,6 +470,18 @@ def test_gradients_through_inference(config, masked):
         # Sums of terms that may be as large as the largest and cancel: of 2400, none was 50 roundings apart.
         size = max(float(gradient.detach().abs().max()) for gradient in theirs)
         torch.testing.assert_close(list(mine), list(theirs), atol=250 * torch.finfo(torch.float32).eps * size, rtol=0)
+
+
+@pytest.mark.parametrize("config", ["FFFF", "TFFT"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_inference_with_statistics_of_groups_of_features(config, masked):
+    mask = torch.rand(3, 8, 9) < 0.7 if masked else None
+    case, population = to_device(case_of((3, 100, 8, 9), mask=mask)), Population(100, (8, 9)).to(DEVICE)
+    rest = case.x, case.weight, case.bias, case.mask
+    with poisoned():
+        y = kernels.infer(*rest, **options(case), kept=population, config=StatisticsConfig.parse(config))
+    expected = plain_inference(*rest, **options(case), kept=population, config=StatisticsConfig.parse(config))
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
 def plain_inference(x, gamma, beta, mask, *, kept, config, **options):

@@ -134,7 +134,8 @@ def _measure(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the samples ``first`` to ``last``: those of rows are stored; returned are, of columns, the number
-    of entries, their mean and squares around it, and the sums of the rows' means and variances.
+    of entries, their mean and squares around it, and the sums of the rows' means and variances. Of rows, a program
+    knows its ``own`` features, which ``before`` others come.
 
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.

@@ -14,9 +14,9 @@ FEATURES = 2**15  # at most: all of them are in a tile
 _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
-GROUP = 64  # features of a group, where there are too many for a tile and positions lie side by side
+GROUP = 64  # features of a group, where there are more and positions lie side by side
 _EARLY = 2**20  # values at most of which the next launch begins early: see ``slabs.chain``
-_LARGE = 2**22  # values at least for which features are in groups, where else they would be copied
+_LARGE = 2**17  # values of a sample at least for which more than 128 features are in groups, and not copied
 
 
 def power_of_two(value: int) -> int:
@@ -29,15 +29,15 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def across(n: int, p: int, c: int, training: bool) -> bool:
+def across(p: int, c: int, training: bool) -> bool:
     """Whether the kernels take ``p`` positions side by side; else they want a copy with features last.
 
-    In training (64, 784, 256) takes 2.2 times a copy in groups of features in float32, 3.5 by way of copies; but
+    In training (64, 784, 256) takes 2.1 times a copy in groups of features in float32, 3.5 by way of copies; but
     (32, 196, 512) in bfloat16 4.8 and 4.5, backward 4.0 and 3.2. At inference samples are read once, all features at a
     time: (64, 784, 256) takes 1.4 times a copy in float32, 3.2 by way of copies; in bfloat16 2.2 and 3.1.
     """
     if training:
-        fits = c <= 128 or (_grouped(p, c) and n * p * c >= _LARGE)
+        fits = c <= 128 or (_grouped(p, c) and p * c >= _LARGE)
     else:
         fits = c <= 256
     return fits and p * c < 2**26  # offsets within a tile have 32 bits: of a few samples, of more if p is small
@@ -45,7 +45,8 @@ def across(n: int, p: int, c: int, training: bool) -> bool:
 
 def _grouped(p: int, c: int) -> bool:
     """Whether features are in groups, in training where positions lie side by side: if there are enough positions for
-    whole tiles. (64, 784, 128) takes 2.4 times a copy in two groups in float32, 2.9 in one.
+    whole tiles, and not more groups than ``forward.unite`` may be written out for. (64, 784, 128) takes 2.4 times a
+    copy in two groups in float32, 2.9 in one.
     """
     return GROUP < c <= 64 * GROUP and p >= 64 and p % 4 == 0
 
@@ -70,7 +71,8 @@ class Launch:
         splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
             are two launches.
         run: Samples of each.
-        early: Programs let those of the launch after them begin when they begin, else when they end.
+        early: Programs of a first sweep, and of what is launched between two, let the next begin when they begin, else
+            when they end.
         swapped: The rows of a tile are positions of one sample, not samples of one position.
         turned: Statistics of columns are to lie as the input does.
         groups: Of features, each with programs of its own; then the sweeps are two launches.
@@ -173,10 +175,10 @@ def arrange_across(c: int, samples: int, positions: int, side: int) -> tuple[tup
     """Extents of a tile of so many samples, and of positions that lie side by side; and how many warps it takes.
 
     Each thread has eight features of a row, so that few threads share one; or 16, where it has one position of each, or
-    there would be too many threads.
+    there would be too many threads. But eight threads share one: with fewer, the compiler moves tiles between threads.
     """
     features = power_of_two(c)
-    held = min(features, 8 if side > 1 and features <= 256 else 16)
+    held = max(1, min(features // 8, 8 if side > 1 and features <= 256 else 16))
     rows = features // held
     return (samples, rows, held, positions), max(1, rows * positions // (side * _LANES))
 
@@ -242,7 +244,7 @@ def training(
     few = p <= 2 * processors
     half = backward if itemsize == 4 else features > 128  # two tensors in float32; wide rows, which are swept over well
     whole = _RESIDENT // 2 if half else _RESIDENT
-    small = slab * _BLOCK <= whole // 4 and features <= 128 and p <= 2 * processors * _BLOCK
+    small = slab * _BLOCK <= whole // 4 and p <= 2 * processors * _BLOCK
     if alone and across and not (masked or pooled) and small:
         # (25, 256, 6) takes 3 us so, 8 if swept over in two launches; with 32 positions for each program 7.
         tile, blocks = (power_of_two(n), 1, features, _BLOCK), cdiv(p, _BLOCK)
@@ -272,7 +274,8 @@ def training(
         # worked on: (128, 3136, 64) takes 2.1 times a copy so, 2.4 with none or three, 2.6 with 32 positions. Each
         # program leaves partial results as large as a slab, so of smaller inputs there are half as many: (64, 196,
         # 1024) takes 3.4 so, else 3.9. But backward in bfloat16 would take 3.8 times an addition, and takes 2.8.
-        samples, positions, side = 2 if itemsize == 2 and not backward else 1, 64, gcd(p, 4)
+        samples = 2 if features < GROUP or (itemsize == 2 and not backward) else 1
+        positions, side = 64, gcd(p, 4)
         most = 2 if n * p * c > 2**24 or (backward and itemsize == 2) else 1
         group = GROUP if _grouped(p, c) else c
         tile, warps = arrange_across(group, min(samples, power_of_two(n)), positions, side)
@@ -372,8 +375,8 @@ def _one_slab(n: int, c: int, *, backward: bool, itemsize: int, masked: bool, pr
     if ragged:  # with rows of 768, 2.2 times a copy, else 2.5
         warps = min(32, max(4, 2 * features // (32 * held)))
     # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.1 so, 2.3 with 8.
-    narrow = features <= (128 if backward else 64)
-    short = itemsize == 2 and (narrow or (backward and features > 512)) and c % (8 * features // held) == 0
+    # But not (200704, 1, 128), which takes 1.9 with four values, 3.4 with eight: the compiler would load tiles twice.
+    short = itemsize == 2 and (features <= 64 or (backward and features > 512)) and c % (8 * features // held) == 0
     tile, side = arrange(n, c, warps, values, held, 8 if short else 4)
     stages = 1 if masked else fitting(stages, (2 if backward else 1) * itemsize * prod(tile), shared)
     splits = min(most * processors, max(processors, n // 16))

@@ -189,7 +189,7 @@ def measure(
         GROUPED=grouped, **begin, **chosen.constants,
     )  # fmt: skip
     if grouped:
-        span = chosen.positions if pooled else 16
+        span = chosen.positions if pooled else 16  # pooled, a program has what one of the sweep had
         forward.unite[(launch.cdiv(p, span) * chosen.splits,)](
             rows, statistics, partials, n, p, c, chosen.run, chosen.splits, GROUPS=chosen.groups, WIDTH=chosen.width,
             SPAN=span, POOLED=pooled, BN=min(32, launch.power_of_two(chosen.run)), BP=16, EARLY=chosen.early,
@@ -209,7 +209,7 @@ def measure(
 
 
 def _tall(number: int) -> dict[str, int]:
-    """A tile that reads so many rows at once, of few columns, so that there are many such tiles."""
+    """A tile that reads so many rows at once; if there are many, of few columns, so that there are many such tiles."""
     rows = min(4096, launch.power_of_two(number))
     if rows <= 16:
         return {"BS": rows, "BLOCK": 256, "num_warps": 4}
@@ -375,7 +375,7 @@ _train.register_autograd(_differentiate, setup_context=_keep)
 
 
 def statistics_size(n: int, p: int, c: int) -> int:
-    """Of the buffer that ``forward`` describes; there are no more blocks, or programs, than positions."""
+    """Of the buffer that ``forward`` describes; for each group of features, no more programs write than positions."""
     return 2 * p * (c + n + 1) + p * launch.cdiv(c, launch.GROUP)
 
 

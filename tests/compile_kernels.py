@@ -141,15 +141,8 @@ def main() -> None:
     for across in (False, True):
         build(forward.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
     for pooled in (False, True):
-        constants = {
-            "WIDTH": 64,
-            "SPAN": 64 if pooled else 16,
-            "POOLED": pooled,
-            "GROUPS": 4,
-            "EARLY": pooled,
-            "BN": 16,
-            "BP": 16,
-        }
+        constants = {"WIDTH": 64, "SPAN": 64 if pooled else 16, "GROUPS": 4, "POOLED": pooled}
+        constants |= {"EARLY": pooled, "BN": 16, "BP": 16}
         build(forward.unite, "unite", "*fp32", 4, constants, ["shares"])
     build(backward.add, "add", "*fp32", 8, {"EARLY": False, "BS": 1024, "BLOCK": 8}, ["parts", "total"])
     for pooled in (True, False):

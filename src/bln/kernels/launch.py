@@ -174,11 +174,11 @@ def arrange(n: int, c: int, warps: int, values: int, held: int, side: int) -> tu
 def arrange_across(c: int, samples: int, positions: int, side: int) -> tuple[tuple[int, int, int, int], int]:
     """Extents of a tile of so many samples, and of positions that lie side by side; and how many warps it takes.
 
-    Each thread has eight features of a row, so that few threads share one; or 16, where it has one position of each, or
-    there would be too many threads. But eight threads share one: with fewer, the compiler moves tiles between threads.
+    Each thread has up to eight features of a row, so that few threads share one, but not fewer than eight: else the
+    compiler moves tiles from thread to thread. Or 16, where it has one position of each, or there would be too many.
     """
     features = power_of_two(c)
-    held = max(1, min(features // 8, 8 if side > 1 and features <= 256 else 16))
+    held = max(1, min(features // 8, 8)) if side > 1 and features <= 256 else min(features, 16)
     rows = features // held
     return (samples, rows, held, positions), max(1, rows * positions // (side * _LANES))
 

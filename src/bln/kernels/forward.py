@@ -3,7 +3,8 @@
 ``resident`` holds whole slabs in registers: one read, one write. So does ``single``, which has all of them, and lets
 their statistics into the population. Larger ones are swept over twice, first measured, then normalized. Where there are
 slabs enough for all processors one program does both, and finds some of the slab in the cache the second time; else
-several programs share a slab, and the sweeps are launches of their own.
+several programs share a slab, and the sweeps are launches of their own; between them ``merge`` joins what many programs
+found of a column, and ``unite`` what those found of a row that have a group of its features each.
 
 All write one buffer of statistics: means of columns and their variances; then pairs of a mean and a variance, those of
 rows and the averages of these over samples ``[P]``; and, for ``population.enter``, for each program whether the
@@ -134,8 +135,8 @@ def _measure(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the samples ``first`` to ``last``: those of rows are stored; returned are, of columns, the number
-    of entries, their mean and squares around it, and the sums of the rows' means and variances. Of rows, a program
-    knows its ``own`` features, which ``before`` others come.
+    of entries, their mean and squares around it, and the sums of the rows' means and variances. All are those of a
+    program's ``own`` features, which come after those ``before``; if it has a group, sums over rows are of no use.
 
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.

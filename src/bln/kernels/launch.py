@@ -244,8 +244,7 @@ def training(
     few = p <= 2 * processors
     half = backward if itemsize == 4 else features > 128  # two tensors in float32; wide rows, which are swept over well
     whole = _RESIDENT // 2 if half else _RESIDENT
-    small = slab * _BLOCK <= whole // 4 and p <= 2 * processors * _BLOCK
-    if alone and across and not (masked or pooled) and small:
+    if alone and across and not (masked or pooled) and slab * _BLOCK <= whole // 4 and p <= 2 * processors * _BLOCK:
         # (25, 256, 6) takes 3 us so, 8 if swept over in two launches; with 32 positions for each program 7.
         tile, blocks = (power_of_two(n), 1, features, _BLOCK), cdiv(p, _BLOCK)
         even, known = power_of_two(n) == n and p % _BLOCK == 0, _known(c, tile, across)

@@ -161,10 +161,10 @@ def chain(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
     """Options for a launch that begins when all before it is done, and for one that may begin a little earlier.
 
     Where a device can, from Hopper on, the latter begins when all programs of the launch before let it, and waits for
-    them: see ``tiles``. Between sweeps over few values they do so at once: pooled, (64, 80, 128) takes 2.8 times an
-    addition backward so, else 3.3. Else they do so at their end: the programs of a large sweep would settle where there
-    is room just then, more on one multiprocessor than on another, and (32, 512, 1024), pooled, would take 2.8 times a
-    copy, where it takes 1.9.
+    them: see ``tiles``. Between sweeps over few values they do so at once: (64, 80, 128) in bfloat16, pooled, takes 2.8
+    times an addition backward so, else 3.3. Else they do so at their end: the programs of a large sweep would settle
+    where there is room just then, more on one multiprocessor than on another, and (32, 512, 1024) would take 2.8 times
+    a copy, where it takes 2.0.
     """
     nvidia = device.type == "cuda" and torch.version.hip is None and tiles.VERSION >= (3, 5)
     if nvidia and torch.cuda.get_device_capability(device) >= (9, 0):

@@ -80,7 +80,7 @@ def share(kernels, n, p, c, dtype, training):
     chosen = launch.training(n, p, c, backward=back, alone=False, **training)
     constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
     constants |= {"MASKED": False, "POOLED": training["pooled"], "EARLY": False, "hidden": None}
-    constants["GROUPED"] = chosen.groups > 1
+    constants |= chosen.rounds
     if back:
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
     else:
@@ -114,10 +114,10 @@ def main() -> None:
                         build(forward.single, f"single {about}", dtype, chosen.warps, constants, ["kept_inverse_m"])
                     continue
                 constants |= {"MASKED": masked, "POOLED": pooled, "EARLY": chosen.early, "SHARED": False}
-                constants["GROUPED"] = chosen.groups > 1
+                constants |= chosen.rounds
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
                 names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
-                alone = chosen.splits == chosen.groups == 1 and not pooled
+                alone = chosen.splits == chosen.laps == 1 and not pooled
                 for first in (True,) if alone else (True, False):
                     phases = dict(zip(names, (first, alone or not first), strict=True))
                     partials = {"partials": None} if alone else {}
@@ -140,11 +140,11 @@ def main() -> None:
         build(tiles.turn, "turn", dtype, 4, constants)
     for across in (False, True):
         build(forward.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
-    for pooled in (False, True):
-        constants = {"WIDTH": 64, "SPAN": 64 if pooled else 16, "GROUPS": 4, "POOLED": pooled}
-        constants |= {"EARLY": pooled, "BN": 16, "BP": 16}
-        build(forward.unite, "unite", "*fp32", 4, constants, ["shares"])
-    build(backward.add, "add", "*fp32", 8, {"EARLY": False, "BS": 1024, "BLOCK": 8}, ["parts", "total"])
+    build(forward.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4)}, ["shares"])
+    build(forward.pool, "pool", "*fp32", 16, {"EARLY": False, "BS": 1024, "BLOCK": 8}, ["pooled"])
+    for turned in (False, True):
+        constants = {"TURNED": turned, "EARLY": False, "BS": 1024, "BLOCK": 8}
+        build(backward.add, "add", "*fp32", 8, constants, ["parts", "total"])
     for pooled in (True, False):
         build(synchronized.pack, "pack", "*fp32", 4, {"ACROSS": True, "POOLED": pooled, "BS": 256, "BLOCK": 8})
         constants = {"ACROSS": True, "POOLED": pooled, "LEARN": True, "AVERAGE": pooled}

@@ -122,7 +122,7 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
 ):
     p = 1 if layout == "dense" else p
     how = {"itemsize": itemsize, "masked": masked, "processors": processors, "shared": shared}
-    beside = {training: layout == "across" and p > 1 and launch.across(p, c, training) for training in (0, 1)}
+    beside = {training: layout == "across" and p > 1 and launch.across(p, c, itemsize, training) for training in (0, 1)}
     inference, training = ({"across": beside[t], "pooled": pooled and beside[t], **how} for t in (0, 1))
     for tensors, across, each in (
         (1, beside[0], launch.inference(n, p, c, **inference)),
@@ -135,8 +135,9 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
         assert values <= 2**20
         assert each.warps <= 32
         assert each.stages == 1 or (each.stages - 1) * tensors * values * itemsize <= shared
-        assert (p if across else c) % each.side == 0
-        assert each.blocks * each.positions >= p
+        positions = each.laps * p
+        assert (positions if across else c) % each.side == 0
+        assert each.blocks * each.positions >= positions
         if each.resident:
             assert each.samples >= n
         else:
@@ -144,20 +145,20 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
             assert each.run % each.samples == 0
         if each.even:
             assert n % each.samples == 0
-            assert p % each.positions == 0 or (across and p > each.positions and not each.resident)
+            whole = positions % each.positions == 0 or (each.laps > 1 and each.touched == 1)
+            assert whole or (across and positions > each.positions and not each.resident)
             assert not masked
             assert n == each.samples or not each.resident
-        if each.groups == 1:
-            assert each.width == launch.power_of_two(c)
-        else:
-            assert (each.groups - 1) * each.width < c <= each.groups * each.width
+        assert c % each.laps == 0
+        assert each.width == launch.power_of_two(c // each.laps)
         if each.features:
-            assert each.features * each.groups == c
-            assert c % (each.width if across else each.tile[3]) == 0
+            assert each.features * each.laps == c
+            assert each.features % (each.width if across else each.tile[3]) == 0
     for backward, seen in ((False, training), (True, training), (False, inference)):
         each = launch.training(n, p, c, backward=backward, alone=alone, **seen)
-        assert p % each.positions == 0 or not (each.even and seen["pooled"])  # no position counts twice
-        assert each.flags * each.groups <= p * launch.cdiv(c, launch.GROUP)  # there is room for what they leave
+        pooled_at_once = seen["pooled"] and each.laps == 1
+        assert p % each.positions == 0 or not (each.even and pooled_at_once)  # no position counts twice
+        assert backward or each.flags <= p * launch.laps(p, c, False)  # there is room for what they leave
     one, many = (launch.inference(some, p, c, **inference) for some in (1, n))
     for name in ("tile", "side", "warps", "swapped", "turned"):  # rows are summed in the same order
         assert getattr(one, name) == getattr(many, name)
@@ -198,7 +199,8 @@ SHAPES = [
     ((70, 64, 3, 3), 1, True, 2),  # the same, too large to be held
     ((6, 24, 5, 5), 1, False, 2),  # the same, pooled
     ((6, 130, 5, 5), 1, True, 2),  # more features than are taken so: copied
-    ((3, 100, 8, 9), 1, True, 1),  # features in groups, positions of two blocks overlap
+    ((3, 72, 5, 8), 1, True, 8),  # features in laps, not a power of two
+    ((3, 100, 8, 9), 1, True, 1),  # features in laps, positions of two blocks overlap
     ((6, 128, 8, 8), 1, True, 8),  # the same, tiles even, swept over by several
     ((3, 100, 8, 9), 1, False, 2),  # the same, pooled
     ((70, 8, 9, 8), 1, True, 16),  # positions overlap; swept over by so many that their results are joined first
@@ -228,15 +230,15 @@ def test_every_kernel_and_tile(shape, channel_dim, per_position, processors, dty
 
 
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
-@pytest.mark.parametrize("shape", [(2, 200, 8, 9), (3, 256, 8, 8)])
-def test_many_groups_of_features(shape, per_position, monkeypatch, anew):
+@pytest.mark.parametrize("shape", [(2, 200, 8, 9), (3, 256, 8, 8), (5, 256, 7, 7), (2, 320, 3, 11)])
+def test_many_laps_of_features(shape, per_position, monkeypatch, anew):
     """Those of large inputs, which would take the interpreter too long."""
-    monkeypatch.setattr(launch, "_LARGE", 0)
+    monkeypatch.setattr(launch, "across", lambda *_: True)
     compare(case_of(shape, per_position=per_position))
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of the interpreter
-def test_what_one_group_of_features_alone_meets():
+def test_what_one_feature_of_a_lap_alone_meets():
     """A column whose squares are more than float32 holds, but not those of the rows it is in: nothing is learned."""
     case, population = case_of((8, 128, 8, 9)), Population(128, (8, 9)).to(DEVICE)
     case.x.zero_()[:, 100, 3, 3] = torch.tensor([1e19, -1e19]).repeat(4)
@@ -245,8 +247,8 @@ def test_what_one_group_of_features_alone_meets():
 
 
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
-@pytest.mark.parametrize("shape", [(5, 70, 9, 8), (5, 3, 1, 67)])
-def test_groups_and_blocks_that_overlap_where_ranks_are_asked(shape, per_position, chosen, monkeypatch):
+@pytest.mark.parametrize("shape", [(5, 70, 9, 8), (5, 3, 1, 67), (5, 192, 3, 9)])
+def test_laps_and_blocks_that_overlap_where_ranks_are_asked(shape, per_position, chosen, monkeypatch):
     """One rank, which hears what it said: the layer without."""
     monkeypatch.setattr(bln.synchronized, "gather", lambda message, group: message)
     monkeypatch.setattr(bln.synchronized, "add_up", lambda message, task: message)
@@ -436,7 +438,7 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known):
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("config", ["FFFF", "TFFT"])
-def test_inference_with_current_statistics_of_groups_of_features(config, masked, per_position):
+def test_inference_with_current_statistics_of_laps(config, masked, per_position):
     mask = torch.rand(3, 8, 9) < 0.7 if masked else None
     compare_inference(
         case_of((3, 100, 8, 9), per_position=per_position, mask=mask), StatisticsConfig.parse(config), known=True
@@ -613,7 +615,8 @@ def test_every_kernel_compiles_to_machine_code():
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
-        "forward", "single", "backward", "inference", "merge", "unite", "add", "turn", "pack", "join", "population"
+        "forward", "single", "backward", "inference", "merge", "unite", "pool", "add", "turn", "pack", "join",
+        "population",
     }  # fmt: skip
 
 

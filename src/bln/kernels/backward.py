@@ -19,10 +19,14 @@ from . import reductions, tiles
 
 
 @triton.jit
-def _columns(statistics, q, c, Q, C, eps, ACROSS: tl.constexpr, FULL: tl.constexpr):
-    """Batch means and one over deviations, of which there are some for ``Q`` positions."""
-    of, inside = statistics + tiles.column_offset(q, c, Q, C, ACROSS), (q < Q) & (c < C)
-    return tiles.fetch(of, inside, FULL), tl.rsqrt(tiles.fetch(of + Q.to(tl.int64) * C, inside, FULL, 1.0) + eps)
+def _columns(
+    statistics, columns, first, p, c, P, C, eps, ACROSS: tl.constexpr, POOLED: tl.constexpr, FULL: tl.constexpr,
+    LAPS: tl.constexpr, TOUCHED: tl.constexpr,
+):  # fmt: skip
+    """Of so many columns, batch means and one over deviations of those of a tile."""
+    mean = tiles.of_columns(statistics, first, p, c, P, C, ACROSS, POOLED, FULL, LAPS, TOUCHED)
+    var = tiles.of_columns(statistics + columns, first, p, c, P, C, ACROSS, POOLED, FULL, LAPS, TOUCHED, 1.0)
+    return mean, tl.rsqrt(var + eps)
 
 
 @triton.jit
@@ -77,9 +81,9 @@ def resident(
     step, row_step = tiles.block_strides(N, C, BP, ACROSS)
     for block in tl.range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0), num_stages=STAGES):
         p = block * BP + ps
-        in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
+        in_row = tiles.real_rows(n, p, N, P, None, p, P, EVEN, False)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
-        mean_B, r_B = _columns(statistics, p, folded, P, C, eps, ACROSS, FULL)
+        mean_B, r_B = _columns(statistics, P.to(tl.int64) * C, 0, p, folded, P, C, eps, ACROSS, False, FULL, 1, 1)
         mean_F, var_F = tiles.load_pair(rows + block * row_step, row, in_row, EVEN)
         r_F = tl.rsqrt(var_F + eps)
         v = tiles.fetch(x + block * step + at, real, FULL).to(tl.float32)
@@ -95,38 +99,41 @@ def resident(
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT)
         tiles.put(dx + block * step + at, out, real, FULL)
     dgamma, dbeta = reductions.both_over_samples(dgamma, dbeta, TILE, ACROSS, SIDE, False)
-    _store_parameters(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, C, ACROSS)
+    if ACROSS:
+        dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
+    _store_line(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, C)
 
 
 @triton.jit
 def _sums(
-    x, dy, hidden, statistics, sums, mean_B, gamma, p, first, last, before, own, N, P, C, eps,
+    x, dy, hidden, statistics, sums, mean_B, gamma, p, q, Q, first, last, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, LAPS: tl.constexpr,
 ):  # fmt: skip
-    """Over the samples ``first`` to ``last``: what rows need is stored; returned are the column sums of dy,
-    dy * (x - mean_B) and dy * x_F.
+    """Over the samples ``first`` to ``last``: what rows need, or their shares of it, is stored; returned are the
+    column sums of dy, dy * (x - mean_B) and dy * x_F. There are rows of ``Q`` positions.
     """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
     rows = statistics + 2 * P.to(tl.int64) * C
-    at, row = tiles.offset(ns, p, before + c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
-    step, row_step = tiles.strides(P, C, ACROSS)
+    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, q, N, Q, ACROSS, LONG)
+    step, row_step = P.to(tl.int64) * C, tiles.row_stride(Q, ACROSS)
+    share, share_step = tiles.row_offset(ns, p, N, P, ACROSS, LONG), tiles.row_stride(P, ACROSS)
     total = reductions.fold((ns + p + c).to(tl.float32) * 0.0)
     dot_B = total
     dot_F = total
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
-        real = tiles.real_values(in_row, c, own, FULL, FEATURES)
+        in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
         r_F = tl.rsqrt(var_F + eps)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
         d = tiles.fetch(dy + start * step + at, real, FULL).to(tl.float32)
         along = d * (v - mean_F)
-        flat_F, along_F = _row_sums(d, along, r_F, gamma, C, TILE, ACROSS, SIDE)
-        tiles.store_pair(sums + start * row_step, row, flat_F, along_F, (n < last) & (p < P), EVEN)
+        flat_F, along_F = _row_sums(d, along, r_F, gamma, C * LAPS, TILE, ACROSS, SIDE)
+        tiles.store_pair(sums + start * share_step, share, flat_F, along_F, (n < last) & (p < P), EVEN)
         total += reductions.fold(d)
         if SHORT:
             dot_B += reductions.fold(d * v)
@@ -135,28 +142,30 @@ def _sums(
         dot_F += reductions.fold(along * r_F)
     if SHORT:
         dot_B -= mean_B * total
-    total, dot_B = reductions.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, POOLED)
-    return total, dot_B, reductions.over_samples(dot_F, TILE, ACROSS, SIDE, POOLED)
+    total, dot_B = reductions.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, POOLED and LAPS == 1)
+    return total, dot_B, reductions.over_samples(dot_F, TILE, ACROSS, SIDE, POOLED and LAPS == 1)
 
 
 @triton.jit
 def _differentiate(
-    x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last, before, own, N, P, C,
-    eps, TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
+    x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, q, Q, first, last, N, P, C, eps,
+    TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of the samples ``first`` to ``last``, the last ones first; 0 at hidden entries."""
+    """dx of the samples ``first`` to ``last``, the last ones first; 0 at hidden entries. There are rows of ``Q``
+    positions.
+    """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
     rows = statistics + 2 * P.to(tl.int64) * C
-    at, row = tiles.offset(ns, p, before + c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
-    step, row_step = tiles.strides(P, C, ACROSS)
+    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, q, N, Q, ACROSS, LONG)
+    step, row_step = P.to(tl.int64) * C, tiles.row_stride(Q, ACROSS)
     steps = tl.cdiv(last - first, BN)
     for left in tl.range(0, steps, num_stages=STAGES):
         start = first + (steps - 1 - left) * BN
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
-        real = tiles.real_values(in_row, c, own, FULL, FEATURES)
+        in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
         flat_F, along_F = tiles.load_pair(sums + start * row_step, row, in_row, EVEN)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
@@ -165,17 +174,47 @@ def _differentiate(
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, own, FULL, FEATURES)
+        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, q, Q, EVEN, False), c, C, FULL, FEATURES)
         tiles.put(dx + start * step + at, out, there, FULL)
 
 
 @triton.jit
-def _store_parameters(at, dgamma, dbeta, c, C, ACROSS: tl.constexpr):
-    """What the positions of a block give together."""
-    if ACROSS:
-        dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
-    tl.store(at + c + tl.zeros(dgamma.shape, tl.int32), dgamma, mask=c < C)
-    tl.store(at + C + c + tl.zeros(dbeta.shape, tl.int32), dbeta, mask=c < C)
+def _store_parameters(
+    rows, block, dgamma, dbeta, p, c, P, C, BP: tl.constexpr, ACROSS: tl.constexpr, POOLED: tl.constexpr,
+    LAPS: tl.constexpr,
+):  # fmt: skip
+    """What the columns of a tile give, those of a block together; ``POOLED``, each block has what all give."""
+    if LAPS > 1:
+        to, inside = tiles.column(p, c, P, C, ACROSS, False)
+        tl.store(rows + to, dgamma, mask=inside)
+        tl.store(rows + P.to(tl.int64) * C + to, dbeta, mask=inside)
+    else:
+        once = (p < P) & (p >= block * BP)  # not what is in two blocks
+        if POOLED:
+            once = tl.full([1, 1, 1, 1], 0, tl.int32) == block
+        dgamma, dbeta = tl.where(once, dgamma, 0.0), tl.where(once, dbeta, 0.0)
+        if ACROSS and not POOLED:
+            dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
+        _store_line(rows + 2 * block.to(tl.int64) * C, dgamma, dbeta, c, C)
+
+
+@triton.jit
+def _store_features(rows, statistics, partials, w_B, w_F, C, eps):
+    """What all columns give, of sums over all positions."""
+    for start in range(0, C, 256):
+        c = start + tl.arange(0, 256)[None, None, None, :]
+        r_B = tl.rsqrt(tl.load(statistics + C + c, mask=c < C, other=1.0) + eps)
+        total = tl.load(partials + c, mask=c < C, other=0.0)
+        dot_B = tl.load(partials + C + c, mask=c < C, other=0.0)
+        dot_F = tl.load(partials + 2 * C + c, mask=c < C, other=0.0)
+        tl.store(rows + c, w_B * r_B * dot_B + w_F * dot_F, mask=c < C)
+        tl.store(rows + C + c, total, mask=c < C)
+
+
+@triton.jit
+def _store_line(to, dgamma, dbeta, c, C):
+    tl.store(to + c + tl.zeros(dgamma.shape, tl.int32), dgamma, mask=c < C)
+    tl.store(to + C + c + tl.zeros(dbeta.shape, tl.int32), dbeta, mask=c < C)
 
 
 @triton.jit
@@ -196,7 +235,7 @@ def sweep(
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, POOLED: tl.constexpr,
     SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
-    SHARED: tl.constexpr = False, GROUPED: tl.constexpr = False,
+    SHARED: tl.constexpr = False, LAPS: tl.constexpr = 1, TOUCHED: tl.constexpr = 1,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
 
@@ -207,7 +246,8 @@ def sweep(
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
 
-    Where features are ``GROUPED``, the first sweep leaves ``sums`` of each group, the second reads those of all.
+    In several ``LAPS``, the first sweep leaves shares of ``sums``, and partial results of each position even if those
+    it reads are ``POOLED``; ``rows`` is what each column gives, ``[2, C, P]``, or what all of them give, pooled.
     """
     if DIFFERENTIATE or EARLY:
         tiles.begin_next(CHAINED)
@@ -217,47 +257,50 @@ def sweep(
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
-    before, own = tiles.own_features(C, TILE, GROUPED)
-    c, folded = before + c, before + folded
-    p = tiles.positions(block, ps, P, BP, ACROSS, SIDE, EVEN)
-    q, Q = p, P  # where the statistics of a position are, and for how many there are some
+    positions, features = P // LAPS, C * LAPS  # those there really are
+    first_p = tiles.position(block, P, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)
+    p = first_p + ps
+    row, _ = tiles.row_position(p, first_p, P, LAPS, TOUCHED)
+    q, Q = row, positions  # where the statistics of a position are, and for how many
     if POOLED:
         q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1
-    once = q < Q  # where what a position gives to the gradients of gamma and beta counts
-    if not POOLED:
-        once = once & (q >= block * BP)
-    columns = Q.to(tl.int64) * C
-    mean_B, r_B = _columns(statistics, q, folded, Q, C, eps, ACROSS, FULL)
-    g = tiles.parameter(gamma, folded, C, 1.0)
-    count = N.to(tl.float32) * (P // Q)
+    columns = Q.to(tl.int64) * features
+    mean_B, r_B = _columns(
+        statistics, columns, first_p, p, folded, P, C, eps, ACROSS, POOLED, FULL, LAPS, TOUCHED
+    )  # fmt: skip
+    g = tiles.of_features(gamma, first_p, p, folded, P, C, LAPS, TOUCHED, 1.0)
+    count = N.to(tl.float32) * (positions // Q)
     if counts is not None:  # they, and 1/m, are known for each position
         count = tl.maximum(tl.load(counts + q, mask=q < Q, other=1.0), 1.0)
         inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
     s_B = w_B * r_B
-    if SUM and GROUPED:
-        sums += 2 * tl.program_id(1) * N.to(tl.int64) * P
     if SUM:
         total, dot_B, dot_F = _sums(
-            x, dy, hidden, statistics, sums, mean_B, g, p, first, last, before, own, N, P, C, eps,
-            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
+            x, dy, hidden, statistics, sums, mean_B, g, p, row, positions, first, last, N, P, C, eps,
+            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES, LAPS,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
         if not EARLY:
             tiles.begin_next(CHAINED)
-        blocks = tl.num_programs(0) // splits
-        if POOLED:
-            split, splits, block, blocks = tl.program_id(0), tl.num_programs(0), 0, 1
+        left = tl.num_programs(0) // splits  # lines of ``rows``
+        if LAPS > 1:
+            q, left, columns = row, positions, P.to(tl.int64) * C
+        elif POOLED:
+            split, splits, block, left = tl.program_id(0), tl.num_programs(0), block * 0, 1
         if SHARED:
-            partials += split * 2 * (columns + blocks * C)
-            to, in_column = partials + _shared_offset(q, folded, C, ACROSS), (q < Q) & (folded < C)
+            partials += split * 2 * (columns + left * features)
+            to = partials + _shared_offset(q, folded * LAPS + p // positions, features, ACROSS)
+            in_column = (p < P) & (folded < C)
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, 1.0)  # sums, still
             tl.store(to, flat_B, mask=in_column)
-            tl.store(to + C, along_B, mask=in_column)
-            dgamma, dbeta = tl.where(once, s_B * dot_B + w_F * dot_F, 0.0), tl.where(once, total, 0.0)
-            _store_parameters(partials + 2 * (columns + block * C), dgamma, dbeta, c, C, ACROSS)
+            tl.store(to + features, along_B, mask=in_column)
+            _store_parameters(
+                partials + 2 * columns, block, s_B * dot_B + w_F * dot_F, total, p, c, P, C,
+                BP, ACROSS, POOLED and LAPS == 1, LAPS,
+            )  # fmt: skip
         else:
-            column, in_column = tiles.column_offset(q, c, Q, C, ACROSS), (q < Q) & (c < C)
+            column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED and LAPS == 1)
             to = partials + split * columns + column
             tl.store(to, total, mask=in_column)
             tl.store(to + splits * columns, dot_B, mask=in_column)
@@ -266,37 +309,50 @@ def sweep(
         if SUM:
             tl.debug_barrier()  # what rows need was stored by other threads
         elif SHARED:
-            of, in_column = partials + _shared_offset(q, folded, C, ACROSS), (q < Q) & (folded < C)
-            flat_B = tl.load(of, mask=in_column, other=0.0) / count
-            along_B = tl.load(of + C, mask=in_column, other=0.0) / count
+            if POOLED:
+                flat_B = tiles.of_features(partials, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+                along_B = tiles.of_features(partials + features, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+            else:
+                of = partials + _shared_offset(q, folded * LAPS + p // positions, features, ACROSS)
+                in_column = (p < P) & (folded < C)
+                flat_B = tl.load(of, mask=in_column, other=0.0)
+                along_B = tl.load(of + features, mask=in_column, other=0.0)
+            flat_B, along_B = flat_B / count, along_B / count
         else:
-            column, in_column = tiles.column_offset(q, folded, Q, C, ACROSS), (q < Q) & (folded < C)
-            total = tl.zeros(column.shape, tl.float32)
-            dot_B = tl.zeros(column.shape, tl.float32)
-            dot_F = tl.zeros(column.shape, tl.float32)
-            for part in range(parts):
-                of = partials + part * columns + column
-                total += tl.load(of, mask=in_column, other=0.0)
-                dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
-                dot_F += tl.load(of + 2 * parts * columns, mask=in_column, other=0.0)
+            if POOLED and LAPS > 1:  # there is one part alone
+                total = tiles.of_features(partials, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+                dot_B = tiles.of_features(partials + features, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+            else:
+                column, in_column = tiles.column(p, folded, P, C, ACROSS, POOLED)
+                total = tl.zeros(column.shape, tl.float32)
+                dot_B = tl.zeros(column.shape, tl.float32)
+                dot_F = tl.zeros(column.shape, tl.float32)
+                for part in range(parts):
+                    of = partials + part * columns + column
+                    total += tl.load(of, mask=in_column, other=0.0)
+                    dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
+                    dot_F += tl.load(of + 2 * parts * columns, mask=in_column, other=0.0)
         if not SHARED:
             if split == 0:
-                if POOLED:  # each block has the sums of all
-                    once = once & (block == 0)
-                dgamma, dbeta = tl.where(once, s_B * dot_B + w_F * dot_F, 0.0), tl.where(once, total, 0.0)
-                _store_parameters(rows + 2 * block.to(tl.int64) * C, dgamma, dbeta, c, C, ACROSS and not POOLED)
+                if not POOLED or LAPS == 1:
+                    _store_parameters(
+                        rows, block, s_B * dot_B + w_F * dot_F, total, p, c, P, C, BP, ACROSS, POOLED, LAPS
+                    )
+                elif block == 0:
+                    _store_features(rows, statistics, partials, w_B, w_F, features, eps)
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(
-            x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, first, last,
-            before, own, N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
+            x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, row, positions, first,
+            last, N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["number", "width"])
+@triton.jit(do_not_specialize=["number", "width", "run"])
 def add(
-    parts, total, number, width, CHAINED: tl.constexpr, EARLY: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr
+    parts, total, number, width, run, TURNED: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``[outer, number, width]`` over the number."""
+    """Sum ``[outer, number, width]`` over the number; ``TURNED``, runs of it lie last: ``[outer, -1, width, run]``."""
     if EARLY:
         tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
@@ -305,7 +361,11 @@ def add(
     found = tl.zeros([1, BLOCK], tl.float32)
     for start in range(0, number, BS):
         row = start + tl.arange(0, BS)[:, None]
-        values = tl.load(parts + row.to(tl.int64) * width + at, mask=(row < number) & (at < width), other=0.0)
+        if TURNED:
+            of = parts + (row // run * width + at).to(tl.int64) * run + row % run
+        else:
+            of = parts + row.to(tl.int64) * width + at
+        values = tl.load(of, mask=(row < number) & (at < width), other=0.0)
         found += tl.sum(values, 0, keep_dims=True)
     if not EARLY:
         tiles.begin_next(CHAINED)

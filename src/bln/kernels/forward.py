@@ -4,7 +4,12 @@
 their statistics into the population. Larger ones are swept over twice, first measured, then normalized. Where there are
 slabs enough for all processors one program does both, and finds some of the slab in the cache the second time; else
 several programs share a slab, and the sweeps are launches of their own; between them ``merge`` joins what many programs
-found of a column, and ``unite`` what those found of a row that have a group of its features each.
+found of a column, and ``pool`` what they found of all positions.
+
+Where positions lie side by side, a sample is one run of ``C * P`` values. If there are many features, sweeps go through
+it as through ``LAPS`` times as many positions with as many times fewer features: that many features that follow each
+other are one, and positions begin anew with each. Columns lie where they did. A row has a share in each lap, which
+``unite`` joins.
 
 All write one buffer of statistics: means of columns and their variances; then pairs of a mean and a variance, those of
 rows and the averages of these over samples ``[P]``; and, for ``population.enter``, for each program whether the
@@ -20,12 +25,24 @@ from . import population, reductions, tiles
 
 
 @triton.jit
-def _store_columns(statistics, q, c, mean_B, var_B, Q, C, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr):
-    """There are some for ``Q`` positions, and room for all."""
-    to = statistics + tiles.column_offset(q, c, Q, C, ACROSS)
-    inside = (q < Q) & (c < C) & tiles.writers(TILE, ACROSS, SIDE)
-    tl.store(to, mean_B, mask=inside)
-    tl.store(to + Q.to(tl.int64) * C, var_B, mask=inside)
+def _store_columns(
+    statistics, column, in_column, columns, mean_B, var_B, TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
+    """Of so many columns, those of a tile."""
+    inside = in_column & tiles.writers(TILE, ACROSS, SIDE)
+    tl.store(statistics + column, mean_B, mask=inside)
+    tl.store(statistics + columns + column, var_B, mask=inside)
+
+
+@triton.jit
+def _store_features(statistics, partials, count, C):
+    """Means and variances of all columns, of a partial result of all positions."""
+    for start in range(0, C, 256):
+        c = start + tl.arange(0, 256)[None, None, None, :]
+        mean = tl.load(partials + c, mask=c < C, other=0.0)
+        square = tl.load(partials + C + c, mask=c < C, other=0.0)
+        tl.store(statistics + c, mean, mask=c < C)
+        tl.store(statistics + C + c, square / count, mask=c < C)
 
 
 @triton.jit
@@ -50,7 +67,7 @@ def _hold(
     """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-    in_row = tiles.real_rows(n, p, N, P, None, EVEN, False)
+    in_row = tiles.real_rows(n, p, N, P, None, p, P, EVEN, False)
     real = tiles.real_values(in_row, c, C, FULL, FEATURES)
     v = tiles.fetch(x, real, FULL).to(tl.float32)
     mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
@@ -63,7 +80,8 @@ def _hold(
     s_B = w_B * g * tl.rsqrt(var_B + eps)
     s_F = w_F * tl.rsqrt(var_F + eps)
     tiles.put(y, tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT), real, FULL)
-    _store_columns(statistics, p, folded, mean_B, var_B, P, C, TILE, ACROSS, SIDE)
+    column, in_column = tiles.column_offset(p, folded, P, C, ACROSS), (p < P) & (folded < C)
+    _store_columns(statistics, column, in_column, P.to(tl.int64) * C, mean_B, var_B, TILE, ACROSS, SIDE)
     tiles.store_pair(rows, row, mean_F, var_F, in_row, EVEN)
     return mean_B, var_B, mean, var, check, sum_var * 0.0
 
@@ -129,23 +147,23 @@ def single(
 
 @triton.jit
 def _measure(
-    x, hidden, rows, p, first, last, before, own, N, P, C,
+    x, hidden, rows, p, q, Q, first, last, N, P, C,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of the samples ``first`` to ``last``: those of rows are stored; returned are, of columns, the number
-    of entries, their mean and squares around it, and the sums of the rows' means and variances. All are those of a
-    program's ``own`` features, which come after those ``before``; if it has a group, sums over rows are of no use.
+    """Statistics of the samples ``first`` to ``last``: those of rows, or their shares, are stored; returned are, of
+    columns, the number of entries, their mean and squares around it, and the sums of the rows' means and variances.
+    What is hidden is so at rows of ``Q`` positions.
 
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.
     """
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
-    at, row = tiles.offset(ns, p, before + c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
-    step, row_step = tiles.strides(P, C, ACROSS)
-    in_row = tiles.real_rows(first + ns, p, last, P, hidden, EVEN, MASKED)
-    real = tiles.real_values(in_row, c, own, FULL, FEATURES)
+    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
+    step, row_step = P.to(tl.int64) * C, tiles.row_stride(P, ACROSS)
+    in_row = tiles.real_rows(first + ns, p, last, P, hidden, q, Q, EVEN, MASKED)
+    real = tiles.real_values(in_row, c, C, FULL, FEATURES)
     v = tiles.fetch(x + first * step + at, real, FULL).to(tl.float32)
     entries = reductions.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
     pivot = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
@@ -156,10 +174,10 @@ def _measure(
     count = tl.zeros(entries.shape, tl.float32)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
-        real = tiles.real_values(in_row, c, own, FULL, FEATURES)
+        in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
-        mean_F, var_F = reductions.feature_statistics(v, real, own, TILE, ACROSS, SIDE, FEATURES)
+        mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
         tiles.store_pair(rows + start * row_step, row, mean_F, var_F, (n < last) & (p < P), EVEN)
         sum_mean += mean_F  # 0 where there is no row
         sum_var += var_F
@@ -185,26 +203,28 @@ def _measure(
 
 @triton.jit
 def _normalize(
-    x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, before, own, N, P, C, eps,
+    x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, q, Q, first, last, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0."""
+    """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0. There are rows of
+    ``Q`` positions.
+    """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
-    at, row = tiles.offset(ns, p, before + c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
-    step, row_step = tiles.strides(P, C, ACROSS)
+    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, q, N, Q, ACROSS, LONG)
+    step, row_step = P.to(tl.int64) * C, tiles.row_stride(Q, ACROSS)
     steps = tl.cdiv(last - first, BN)
     for left in tl.range(0, steps, num_stages=STAGES):
         start = first + (steps - 1 - left) * BN
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
+        in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
-        v = tiles.fetch(x + start * step + at, tiles.real_values(in_row, c, own, FULL, FEATURES), FULL).to(tl.float32)
+        v = tiles.fetch(x + start * step + at, tiles.real_values(in_row, c, C, FULL, FEATURES), FULL).to(tl.float32)
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, own, FULL, FEATURES)
+        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, q, Q, EVEN, False), c, C, FULL, FEATURES)
         tiles.put(y + start * step + at, out, there, FULL)
 
 
@@ -215,7 +235,7 @@ def sweep(
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, POOLED: tl.constexpr,
     MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
-    SHARED: tl.constexpr = False, GROUPED: tl.constexpr = False,
+    SHARED: tl.constexpr = False, LAPS: tl.constexpr = 1, TOUCHED: tl.constexpr = 1,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
@@ -223,8 +243,9 @@ def sweep(
     ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
     second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
 
-    Where features are ``GROUPED``, each program has one group of them, and ``statistics`` of the first sweep are those
-    of rows alone, for each group: ``unite`` makes them one.
+    In several ``LAPS``, of so many of which a tile may have a part, ``statistics`` of the first sweep are the shares of
+    rows alone, and partial results are without sums over rows: ``unite`` makes both. Nor are they pooled: ``pool`` does
+    it.
     """
     if NORMALIZE or EARLY:
         tiles.begin_next(CHAINED)
@@ -233,116 +254,159 @@ def sweep(
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
+    rows, columns = statistics, P.to(tl.int64) * C
+    if NORMALIZE or LAPS == 1:
+        rows += 2 * columns
     P, C = tiles.sides(P, C, ACROSS, SIDE)
-    before, own = tiles.own_features(C, TILE, GROUPED)
-    c, folded = before + c, before + folded
-    p = tiles.positions(block, ps, P, BP, ACROSS, SIDE, EVEN)
-    q, Q = p, P  # where the statistics of a position are, and for how many there are some
-    if POOLED:
-        q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1
-    rows = statistics + 2 * P.to(tl.int64) * C
-    if MEASURE and GROUPED:
-        rows = statistics + 2 * tl.program_id(1) * N.to(tl.int64) * P
+    positions, features = P // LAPS, C * LAPS  # those there really are
+    first_p = tiles.position(block, P, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)
+    p = first_p + ps
+    row, _ = tiles.row_position(p, first_p, P, LAPS, TOUCHED)
     if MEASURE:
         count, mean_B, square, sum_mean, sum_var = _measure(
-            x, hidden, rows, p, first, last, before, own, N, P, C,
+            x, hidden, rows, p, row, positions, first, last, N, P, C,
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
         )  # fmt: skip
+    q, Q = row, positions  # where the statistics of a position are, and for how many
+    if POOLED:
+        q, Q, columns = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1, features.to(tl.int64)
     if MEASURE and not NORMALIZE:
         if not EARLY:
             tiles.begin_next(CHAINED)  # no earlier: (128, 3136, 64), pooled and across, would take 3 us more
         if POOLED:
             split, splits = tl.program_id(0), tl.num_programs(0)
-        _store_part(partials, split, splits, q, c, count, mean_B, square, sum_mean, sum_var, Q, C, ACROSS, GROUPED)
+        column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED)
+        _store_part(
+            partials, split, splits, column, in_column, columns, q, Q, count, mean_B, square, sum_mean, sum_var, LAPS
+        )
     if NORMALIZE:
         if MEASURE:
             tl.debug_barrier()  # statistics of rows were stored by other threads
         else:
-            count, mean_B, square, sum_mean, sum_var = _join(partials, parts, q, folded, Q, C, ACROSS)
+            if POOLED and LAPS > 1:  # there is one part alone
+                mean_B = tiles.of_features(partials, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+                square = tiles.of_features(partials + features, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+                at = partials + 2 * features + q
+                count, sum_mean, sum_var = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+            else:
+                column, in_column = tiles.column(p, folded, P, C, ACROSS, POOLED)
+                count, mean_B, square, sum_mean, sum_var = _join(partials, parts, column, in_column, columns, q, Q)
         divisor = tl.maximum(count, 1.0)
         var_B = square / divisor
         if split == 0:
-            _store_columns(statistics, q, folded, mean_B, var_B, Q, C, TILE, ACROSS, SIDE)
-            _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, P, C)
-            flag = tl.num_programs(0) // splits * tl.program_id(1) + block
-            _store_finite(statistics, flag, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, P, C)
+            if not POOLED or LAPS == 1:
+                column, in_column = tiles.column(p, folded, P, C, ACROSS, POOLED)
+                _store_columns(statistics, column, in_column, columns, mean_B, var_B, TILE, ACROSS, SIDE)
+            elif block == 0:
+                _store_features(statistics, partials, divisor, features)
+            _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, positions, features)
+            _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, positions, features)
         if MASKED or SHARED:  # there is one for each position
             inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)
-        g = tiles.parameter(gamma, folded, C, 1.0)
-        b = tiles.parameter(beta, folded, C, 0.0)
+        g = tiles.of_features(gamma, first_p, p, folded, P, C, LAPS, TOUCHED, 1.0)
+        b = tiles.of_features(beta, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         _normalize(
-            x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, first, last, before, own, N, P, C, eps,
+            x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, row, positions, first, last, N, P, C, eps,
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _store_part(
-    partials, split, splits, p, c, count, mean, square, sum_mean, sum_var, P, C, ACROSS: tl.constexpr,
-    GROUPED: tl.constexpr,
+    partials, split, splits, column, in_column, columns, p, P, count, mean, square, sum_mean, sum_var,
+    LAPS: tl.constexpr,
 ):  # fmt: skip
     """Partial results: means, squares of columns; counts, sums of rows' means and variances ``[splits, P]``."""
-    columns = P.to(tl.int64) * C
-    column, in_column = tiles.column_offset(p, c, P, C, ACROSS), (p < P) & (c < C)
     tl.store(partials + split * columns + column, mean, mask=in_column)
     tl.store(partials + (splits + split) * columns + column, square, mask=in_column)
     at = partials + 2 * splits * columns + split * P + p
     tl.store(at, count, mask=p < P)
-    if not GROUPED:
+    if LAPS == 1:
         tl.store(at + splits * P, sum_mean, mask=p < P)
         tl.store(at + 2 * splits * P, sum_var, mask=p < P)
 
 
-@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits"])
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "laps"])
 def unite(
-    shares, statistics, partials, N, P, C, run, splits, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
-    POOLED: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    shares, statistics, partials, N, P, C, run, splits, laps, TILE: tl.constexpr, CHAINED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of rows, of which each group of ``WIDTH`` features has its ``shares``, and the sums of both that
-    partial results are without: those of ``SPAN`` positions, and a run of samples.
+    """The statistics of rows, of which each lap has its ``shares``, all of as many features; and the sums of both that
+    partial results are without. Each program has some positions, and a run of samples.
+
+    A tile has laps where others have samples, so that a thread loads all shares of a row at once, and samples where
+    they have features.
     """
     if EARLY:
         tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     last = tl.minimum(N, (split + 1) * run)
-    ns, ps = tl.arange(0, BN)[:, None], tl.arange(0, BP)[None, :]
-    sum_mean = tl.zeros([BN, BP], tl.float32)
-    sum_var = tl.zeros([BN, BP], tl.float32)
-    for position in range(block * SPAN, (block + 1) * SPAN, BP):
-        for start in range(split * run, last, BN):
-            n, p = start + ns, position + ps
-            real, row = (n < last) & (p < P), n.to(tl.int64) * P + p
-            mean = tl.zeros([BN, BP], tl.float32)
-            square = tl.zeros([BN, BP], tl.float32)
-            count = 0.0
-            for group in tl.static_range(GROUPS):
-                its_mean, its_var = tiles.load_pair(shares, group * N.to(tl.int64) * P + row, real)
-                its_count = tl.minimum(C - group * WIDTH, WIDTH).to(tl.float32)
-                mean, square, count = reductions.chan(mean, square, count, its_mean, its_var * its_count, its_count)
-            var = square * (1.0 / C)
-            tiles.store_pair(statistics, P.to(tl.int64) * C + row, mean, var, real)
-            sum_mean += tl.where(real, mean, 0.0)
-            sum_var += tl.where(real, var, 0.0)
+    lap, ps, ns, _ = tiles.indices(TILE, True, 1)
+    p = block * TILE[3] + ps
+    sum_mean = tl.zeros((ns + ps).shape, tl.float32)
+    sum_var = sum_mean
+    for start in range(split * run, last, TILE[1]):
+        n = (start + ns).to(tl.int64)
+        real = (n < last) & (p < P)
+        there = real & (lap < laps)
+        means, variances = tiles.load_pair(shares, (n * laps + lap) * P + p, there)
+        mean = reductions.fold(means) / laps
+        moved = means - mean
+        var = reductions.fold(tl.where(there, variances + moved * moved, 0.0)) / laps
+        tiles.store_pair(statistics, P.to(tl.int64) * C + n * P + p, mean, var, real)
+        sum_mean += mean  # 0 where there is no row
+        sum_var += var
     if not EARLY:
         tiles.begin_next(CHAINED)
-    sum_mean, sum_var = tl.sum(sum_mean, 0, keep_dims=True), tl.sum(sum_var, 0, keep_dims=True)
-    q, Q = block * SPAN + ps, P
-    if POOLED:
-        sum_mean, sum_var = tl.sum(sum_mean, 1, keep_dims=True), tl.sum(sum_var, 1, keep_dims=True)
-        q, Q, split, splits = tl.zeros([1, 1], tl.int32), P * 0 + 1, tl.program_id(0), tl.num_programs(0)
-    at = partials + 2 * splits * Q.to(tl.int64) * C + split * Q + q
-    tl.store(at + splits * Q, sum_mean, mask=q < Q)
-    tl.store(at + 2 * splits * Q, sum_var, mask=q < Q)
+    at = partials + 2 * splits * P.to(tl.int64) * C + split * P + p
+    tl.store(at + splits * P, tl.sum(sum_mean, tiles.WARPS, keep_dims=True), mask=p < P)
+    tl.store(at + 2 * splits * P, tl.sum(sum_var, tiles.WARPS, keep_dims=True), mask=p < P)
+
+
+@triton.jit(do_not_specialize=["P", "C", "parts"])
+def pool(
+    partials, pooled, P, C, parts, CHAINED: tl.constexpr, EARLY: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Partial results of positions that lie side by side as one of all of them; each program has some features."""
+    if EARLY:
+        tiles.begin_next(CHAINED)
+    tiles.wait_for_previous(CHAINED)
+    columns, rows = P.to(tl.int64) * C, parts * P
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    count = tl.zeros([1, BLOCK], tl.float32)
+    mean = tl.zeros([1, BLOCK], tl.float32)
+    square = tl.zeros([1, BLOCK], tl.float32)
+    sum_mean = tl.zeros([1, 1], tl.float32)
+    sum_var = tl.zeros([1, 1], tl.float32)
+    for start in range(0, rows, BS):
+        row = start + tl.arange(0, BS)[:, None]
+        real, inside = row < rows, (row < rows) & (c < C)
+        of, at = partials + row // P * columns + c.to(tl.int64) * P + row % P, partials + 2 * parts * columns + row
+        counts = tl.load(at, mask=real, other=0.0)
+        means = tl.load(of, mask=inside, other=0.0)
+        squares = tl.load(of + parts * columns, mask=inside, other=0.0)
+        some = reductions.joined(means, squares, counts)
+        mean, square, count = reductions.chan(mean, square, count, some[0], some[1], some[2])
+        wanted = row < tl.where(tl.program_id(0) == 0, rows, 0)
+        sum_mean += tl.sum(tl.load(at + rows, mask=wanted, other=0.0), 0, keep_dims=True)
+        sum_var += tl.sum(tl.load(at + 2 * rows, mask=wanted, other=0.0), 0, keep_dims=True)
+    if not EARLY:
+        tiles.begin_next(CHAINED)
+    tl.store(pooled + c, mean, mask=c < C)
+    tl.store(pooled + C + c, square, mask=c < C)
+    if tl.program_id(0) == 0:
+        to = pooled + 2 * C + tl.zeros([1, 1], tl.int32)
+        tl.store(to + tl.zeros([1, BLOCK], tl.int32), count, mask=c == 0)
+        tl.store(to + 1, sum_mean)
+        tl.store(to + 2, sum_var)
 
 
 @triton.jit
-def _join(partials, parts, p, c, P, C, ACROSS: tl.constexpr):
+def _join(partials, parts, column, in_column, columns, p, P):
     """All parts together, one after the other."""
-    columns = P.to(tl.int64) * C
-    column, in_column = tiles.column_offset(p, c, P, C, ACROSS), (p < P) & (c < C)
     counts = partials + 2 * parts * columns + p
     count = tl.zeros(p.shape, tl.float32)
     sum_mean = tl.zeros(p.shape, tl.float32)

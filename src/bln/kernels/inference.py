@@ -188,11 +188,11 @@ def _normalize(
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     if SWAPPED:
         ns, ps = ps, ns
-    p = tiles.positions(tl.program_id(0) // splits, ps, P, BP, ACROSS, SIDE, EVEN)
+    p = tiles.position(tl.program_id(0) // splits, P, BP, ACROSS, SIDE, EVEN) + ps
     first = tl.program_id(0) % splits * run
     last = tl.minimum(N, first + run)
     at = tiles.offset(ns, p, c, P, C, ACROSS, LONG)
-    step, _ = tiles.strides(P, C, ACROSS)
+    step = P.to(tl.int64) * C
     g = tiles.parameter(gamma, folded, C, 1.0)
     b = tiles.parameter(beta, folded, C, 0.0)
     q, Q = p, P  # where the statistics of a position are, and for how many there are some
@@ -213,7 +213,7 @@ def _normalize(
         var_F = tl.load(feature_var + q, mask=q < Q, other=1.0)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, EVEN, MASKED)
+        in_row = tiles.real_rows(n, p, last, P, hidden, p, P, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
         if not (MEAN_F or VAR_F):
@@ -226,5 +226,5 @@ def _normalize(
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, EVEN, False), c, C, FULL, FEATURES)
+        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, p, P, EVEN, False), c, C, FULL, FEATURES)
         tiles.put(y + start * step + at, out, there, FULL)

@@ -14,9 +14,8 @@ FEATURES = 2**15  # at most: all of them are in a tile
 _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
-GROUP = 64  # features of a group, where there are more and positions lie side by side
+_LAP = 64  # features at most of a tile, where positions lie side by side: see ``laps``
 _EARLY = 2**20  # values at most of which the next launch begins early: see ``slabs.chain``
-_LARGE = 2**17  # values of a sample at least for which more than 128 features are in groups, and not copied
 
 
 def power_of_two(value: int) -> int:
@@ -29,26 +28,45 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def across(p: int, c: int, training: bool) -> bool:
+def across(p: int, c: int, itemsize: int, training: bool) -> bool:
     """Whether the kernels take ``p`` positions side by side; else they want a copy with features last.
 
-    In training (64, 784, 256) takes 2.1 times a copy in groups of features in float32, 3.5 by way of copies; but
-    (32, 196, 512) in bfloat16 4.8 and 4.5, backward 4.0 and 3.2. At inference samples are read once, all features at a
-    time: (64, 784, 256) takes 1.4 times a copy in float32, 3.2 by way of copies; in bfloat16 2.2 and 3.1.
+    In training (64, 784, 256) takes 2.1 times a copy in laps in float32, 3.4 by way of copies, (32, 196, 512) 3.2 and
+    3.9; but (128, 49, 512) backward 3.7 and 2.9. In bfloat16 (128, 49, 2048) takes 3.2 and 4.5, but (32, 196, 512) 4.8
+    and 4.4. That is not made to depend on the number of samples, which may vary in a compiled graph. At inference they
+    are read once, all features at a time: (64, 784, 256) takes 1.4 times a copy in float32, 3.2 by way of copies; in
+    bfloat16 2.2 and 3.1.
     """
     if training:
-        fits = c <= 128 or (_grouped(p, c) and p * c >= _LARGE)
+        large = p * c >= 2**15 if itemsize == 4 else c >= 1024 or p * c >= 2**17
+        fits = c <= 128 or (min(laps(p, c, False), laps(p, c, True)) > 1 and large)
     else:
         fits = c <= 256
     return fits and p * c < 2**26  # offsets within a tile have 32 bits: of a few samples, of more if p is small
 
 
-def _grouped(p: int, c: int) -> bool:
-    """Whether features are in groups, in training where positions lie side by side: if there are enough positions for
-    whole tiles, and not more groups than ``forward.unite`` may be written out for. (64, 784, 128) takes 2.4 times a
-    copy in two groups in float32, 2.9 in one.
+def laps(p: int, c: int, backward: bool) -> int:
+    """In how many features are gone through, in training where positions lie side by side: see ``forward``.
+
+    As few as leave no more features than a tile has, and not many fewer; if ``tiles.of_features`` may be used, values
+    may be read four at a time, and a thread of ``forward.unite`` may have what all of them found. (64, 784, 128) takes
+    2.4 times a copy in two in float32, 2.9 in one. Backward, where much is kept for each column, there are twice as
+    many: (64, 784, 256) takes 1.9 times an addition so, else 2.1.
     """
-    return GROUP < c <= 64 * GROUP and p >= 64 and p % 4 == 0
+    least = cdiv(c, _LAP // 2 if backward else _LAP)
+    most = 2 * least if backward else min(2 * least, 64)
+    if c <= _LAP or p < 32:
+        return 1
+    return next((number for number in range(least, most + 1) if c % number == 0 and number * p % 4 == 0), 1)
+
+
+def _blocks(p: int, positions: int, laps: int) -> tuple[int, bool]:
+    """Of so many positions; and whether each lap has blocks of its own: if those do not overlap much. Then a tile needs
+    gamma and beta of as many features as it has.
+    """
+    own = cdiv(p, positions)
+    apart = laps > 1 and p % 4 == 0 and p >= positions and own * positions <= 1.1 * p
+    return laps * own if apart else cdiv(laps * p, positions), apart
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,7 @@ class Launch:
     """How to go through ``x[n, p, c]``.
 
     Attributes:
-        tile: Extents of a tile, as ``tiles`` arranges them; all features are in it, or all of a group.
+        tile: Extents of a tile, as ``tiles`` arranges them; all features are in it, or all of a lap.
         across: Positions, not features, lie side by side in memory.
         side: Values a thread reads side by side.
         long: There are so many values that 32 bits do not count them.
@@ -75,7 +93,8 @@ class Launch:
             when they end.
         swapped: The rows of a tile are positions of one sample, not samples of one position.
         turned: Statistics of columns are to lie as the input does.
-        groups: Of features, each with programs of its own; then the sweeps are two launches.
+        laps: See ``forward``; if there are several, the sweeps are two launches.
+        touched: Laps that a tile may have a part of.
     """
 
     tile: tuple[int, int, int, int]
@@ -94,7 +113,8 @@ class Launch:
     early: bool = False
     swapped: bool = False
     turned: bool = False
-    groups: int = 1
+    laps: int = 1
+    touched: int = 1
 
     @property
     def samples(self) -> int:
@@ -112,6 +132,15 @@ class Launch:
         if self.swapped:
             return _rows(self.tile, self.across)
         return self.tile[-1] if self.across else 1
+
+    def extents(self, p: int, c: int) -> tuple[int, int]:
+        """Positions and features as sweeps go through them."""
+        return p * self.laps, c // self.laps
+
+    @property
+    def rounds(self) -> dict[str, int]:
+        """What sweeps are launched with besides."""
+        return {"LAPS": self.laps, "TOUCHED": self.touched}
 
     @cached_property
     def constants(self) -> dict[str, Any]:
@@ -195,17 +224,19 @@ def swept(
     warps: int,
     splits: int,
     stages: int = 1,
-    groups: int = 1,
+    laps: int = 1,
     pooled: bool = False,
 ) -> Launch:
     """A launch that sweeps over slabs in such tiles, in up to so many runs of samples."""
     samples, positions = _rows(tile, across), tile[-1] if across else 1
     run = cdiv(cdiv(n, splits), samples) * samples  # whole tiles
     stages = 1 if run == samples else stages  # no tile comes after
-    even = not masked and n % samples == 0 and _even(p, positions, pooled)
+    blocks, apart = _blocks(p, positions, laps)
+    even = not masked and n % samples == 0 and (apart or _even(laps * p, positions, pooled and laps == 1))
     return Launch(
-        tile, across, side, _long(n, p, c), even, _known(c // groups, tile, across), warps, cdiv(p, positions),
-        splits=cdiv(n, run), run=run, stages=stages, early=n * p * c <= _EARLY, groups=groups,
+        tile, across, side, _long(n, p, c), even, _known(c // laps, tile, across), warps, blocks,
+        splits=cdiv(n, run), run=run, stages=stages, early=n * p * c <= _EARLY, laps=laps,
+        touched=1 if laps == 1 or apart else 3,
     )  # fmt: skip
 
 
@@ -273,17 +304,20 @@ def training(
         # worked on: (128, 3136, 64) takes 2.1 times a copy so, 2.4 with none or three, 2.6 with 32 positions. Each
         # program leaves partial results as large as a slab, so of smaller inputs there are half as many: (64, 196,
         # 1024) takes 3.4 so, else 3.9. But backward in bfloat16 would take 3.8 times an addition, and takes 2.8.
-        samples = 2 if features < GROUP or (itemsize == 2 and not backward) else 1
-        positions, side = 64, gcd(p, 4)
-        most = 2 if n * p * c > 2**24 or (backward and itemsize == 2) else 1
-        group = GROUP if _grouped(p, c) else c
-        tile, warps = arrange_across(group, min(samples, power_of_two(n)), positions, side)
-        groups = cdiv(c, group)
-        splits = max(1, most * processors // (cdiv(p, positions) * groups))
-        stages = 1 if masked else fitting(4 if most == 1 and itemsize == 4 else 3, 2 * size * prod(tile), shared)
+        number = laps(p, c, backward)
+        samples = 2 if features < _LAP or (itemsize == 2 and not backward and number == 1) else 1
+        positions, side = 64, gcd(number * p, 4)
+        most = 2 if n * p * c > 2**24 or (backward and (itemsize == 2 or number > 1)) else 1
+        tile, warps = arrange_across(c // number, min(samples, power_of_two(n)), positions, side)
+        splits = max(1, most * processors // _blocks(p, positions, number)[0])
+        stages = (
+            1
+            if masked
+            else fitting(4 if most == 1 and (itemsize == 4 or number > 1) else 3, 2 * size * prod(tile), shared)
+        )
         return swept(
             n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits, stages=stages,
-            groups=groups, pooled=pooled,
+            laps=number, pooled=pooled,
         )  # fmt: skip
 
     if p == 1:

@@ -29,7 +29,7 @@ from .slabs import (
     options,
     processors,
 )
-from .training import in_type_of, measure, statistics_size, summed
+from .training import in_type_of, measure, parameters, statistics_size, summed
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -261,10 +261,10 @@ class _Train(torch.autograd.Function):
         joined = _join_messages(synchronized.gather(message, task.group), q, c, chosen.across, task, remember)
         inverse_m = joined[q * (2 * c + 3) :]
         y = torch.empty_like(x)
-        forward.sweep[(chosen.blocks * chosen.splits, chosen.groups)](
-            x, y, None, gamma, beta, statistics, joined, inverse_m, n, p, c, chosen.run, chosen.splits, 1,
-            numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False, POOLED=pooled,
-            MEASURE=False, NORMALIZE=True, SHARED=True, GROUPED=chosen.groups > 1, **chain(x.device)[0],
+        forward.sweep[(chosen.blocks * chosen.splits,)](
+            x, y, None, gamma, beta, statistics, joined, inverse_m, n, *chosen.extents(p, c),
+            chosen.run, chosen.splits, 1, numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False, POOLED=pooled,
+            MEASURE=False, NORMALIZE=True, SHARED=True, **chosen.rounds, **chain(x.device)[0],
             **chosen.constants,
         )  # fmt: skip
         ctx.rest = slabs, numbers, task
@@ -280,24 +280,28 @@ class _Train(torch.autograd.Function):
         dy = beside(dy, x, slabs, task.channel_dim)
         chosen = choose(slabs, x.element_size(), x.device, False, True, alone=False)
         programs = chosen.blocks * chosen.splits
-        q, blocks, parts = (1, 1, programs) if pooled else (p, chosen.blocks, chosen.splits)
-        sums = torch.empty(1, chosen.groups, 2 * n * p, dtype=torch.float32, device=x.device)
+        laps = chosen.laps
+        at_once = pooled and laps == 1
+        q, blocks, parts = (1, 1, programs) if at_once else (p, chosen.blocks if laps == 1 else p, chosen.splits)
+        sums = torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
         begin, _ = chain(x.device)
 
         def sweep(sums: Tensor, dx: Tensor, partials: Tensor, first: bool) -> None:
-            backward.sweep[(programs, chosen.groups)](
-                x, dy, dx, None, gamma, statistics, partials, sums, None, inverse_m, counts, n, p, c,
+            backward.sweep[(programs,)](
+                x, dy, dx, None, gamma, statistics, partials, sums, None, inverse_m, counts, n, *chosen.extents(p, c),
                 chosen.run, chosen.splits, 1, numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False,
-                POOLED=pooled, SUM=first, DIFFERENTIATE=not first, SHARED=True, GROUPED=chosen.groups > 1, **begin,
+                POOLED=pooled, SUM=first, DIFFERENTIATE=not first, SHARED=True, **chosen.rounds, **begin,
                 **chosen.constants,
             )  # fmt: skip
 
         partials = torch.empty(1, parts, 2 * c * (q + blocks), dtype=torch.float32, device=x.device)
         sweep(sums, dy, partials, True)
         message, rows = torch.split(summed(partials).view(-1), [2 * q * c, 2 * blocks * c])
-        gradient, dx = summed(rows.view(1, blocks, 2 * c)).view(2, c), None
+        gradient, dx = parameters(rows, c, laps > 1), None
+        if pooled and not at_once:
+            message, q = summed(message.view(1, p, 2 * c)), 1
         if ctx.needs_input_grad[0]:
             message = synchronized.add_up(synchronized.fit(message.view(q, 2, c), (task.known,)), task)
             dx = torch.empty_like(x)
-            sweep(summed(sums), dx, message, False)
+            sweep(summed(sums) if laps > 1 else sums, dx, message, False)
         return dx, in_type_of(gradient[0], gamma), in_type_of(gradient[1], beta), None, None, None, None

@@ -75,25 +75,37 @@ def sides(P, C, ACROSS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def positions(block, ps, P, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr):
-    """Those of a block. Where side by side they do not fill the last one, it begins earlier, so that all of its
+def position(
+    block, P, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, LAPS: tl.constexpr = 1,
+    TOUCHED: tl.constexpr = 1,
+):  # fmt: skip
+    """The first of a block. Where side by side they do not fill the last one, it begins earlier, so that all of its
     positions exist; some are in the block before, too, and what two programs do for them is the same.
+
+    Of several ``LAPS``, each has blocks of its own if a tile has a part of one alone.
     """
-    first = block * BP
-    if ACROSS and EVEN:
-        first = tl.minimum(first, P - BP) // SIDE * SIDE  # known to be a multiple
-    return first + ps
+    if LAPS > 1 and TOUCHED == 1:
+        positions = P // LAPS // SIDE * SIDE  # known to be a multiple
+        blocks = tl.cdiv(positions, BP)
+        first = block // blocks * positions + tl.minimum(block % blocks * BP, positions - BP)
+    else:
+        first = block * BP
+        if ACROSS and EVEN:
+            first = tl.minimum(first, P - BP) // SIDE * SIDE
+    return first
 
 
 @triton.jit
-def own_features(C, TILE: tl.constexpr, GROUPED: tl.constexpr):
-    """Features before those of a program, and how many it has: all, or a group of as many as a tile has ``ACROSS``."""
-    before, own = 0, C
-    if GROUPED:
-        WIDTH: tl.constexpr = TILE[1] * TILE[2]
-        before = tl.program_id(1) * WIDTH
-        own = tl.minimum(C - before, WIDTH)
-    return before, own
+def row_position(p, first, P, LAPS: tl.constexpr, TOUCHED: tl.constexpr):
+    """Positions of the rows that have shares in a tile, and how many there are: ``LAPS`` times fewer."""
+    if LAPS > 1:
+        positions = P // LAPS
+        if TOUCHED == 1:
+            p = p - first // positions * positions
+        else:
+            p = tl.where(p < P, p % positions, P)  # none beyond the last lap
+        P = positions
+    return p, P
 
 
 @triton.jit
@@ -104,6 +116,16 @@ def column_offset(p, c, P, C, ACROSS: tl.constexpr):
     else:
         at = p.to(tl.int64) * C + c
     return at
+
+
+@triton.jit
+def column(p, c, P, C, ACROSS: tl.constexpr, POOLED: tl.constexpr):
+    """The same, and whether there is one; where statistics are ``POOLED``, there is one for each feature."""
+    if POOLED:
+        at, inside = c, c < C
+    else:
+        at, inside = column_offset(p, c, P, C, ACROSS), (p < P) & (c < C)
+    return at, inside
 
 
 @triton.jit
@@ -131,12 +153,12 @@ def row_offset(n, p, N, P, ACROSS: tl.constexpr, LONG: tl.constexpr):
 
 
 @triton.jit
-def strides(P, C, ACROSS: tl.constexpr):
-    """From a sample to the next: of values, and of pairs for each row."""
+def row_stride(P, ACROSS: tl.constexpr):
+    """From a sample to the next, of pairs for each row."""
     row = 2
     if ACROSS:
         row = P.to(tl.int64) * 2
-    return P.to(tl.int64) * C, tl.cast(row, tl.int64)
+    return tl.cast(row, tl.int64)
 
 
 @triton.jit
@@ -149,14 +171,14 @@ def block_strides(N, C, BP: tl.constexpr, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def real_rows(n, p, last, P, hidden, EVEN: tl.constexpr, MASKED: tl.constexpr):
-    """Which rows exist, and are not hidden: ``hidden[n, p]`` is 0 at real entries."""
+def real_rows(n, p, last, P, hidden, q, Q, EVEN: tl.constexpr, MASKED: tl.constexpr):
+    """Which rows exist, and are not hidden: ``hidden[n, q]``, of ``Q`` positions, is 0 at real entries."""
     if EVEN:
         real = tl.full((n + p).shape, 1, tl.int1)
     else:
         real = (n < last) & (p < P)
     if MASKED:
-        real = real & (tl.load(hidden + n.to(tl.int64) * P + p, mask=real, other=1) == 0)
+        real = real & (tl.load(hidden + n.to(tl.int64) * Q + q, mask=real, other=1) == 0)
     return real
 
 
@@ -217,6 +239,36 @@ def parameter(pointer, c, C, default: tl.constexpr):
         value = tl.full(c.shape, default, tl.float32)
     else:
         value = tl.load(pointer + c, mask=c < C, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def of_features(pointer, first, p, c, P, C, LAPS: tl.constexpr, TOUCHED: tl.constexpr, default: tl.constexpr):
+    """What there is for each feature, gamma, beta or a pooled statistic, for the columns of a tile.
+
+    Of each lap that a tile has a part of, from its ``first`` position on, it is loaded once. For each column it would
+    be loaded by other threads than have the column, and the compiler would move tiles between them.
+    """
+    lap = first // (P // LAPS)
+    value = parameter(pointer, c * LAPS + lap, C * LAPS, default)
+    if LAPS > 1 and pointer is not None:
+        for _ in tl.static_range(TOUCHED - 1):
+            lap += 1
+            value = tl.where(p // (P // LAPS) == lap, parameter(pointer, c * LAPS + lap, C * LAPS, default), value)
+    return value
+
+
+@triton.jit
+def of_columns(
+    pointer, first, p, c, P, C, ACROSS: tl.constexpr, POOLED: tl.constexpr, FULL: tl.constexpr, LAPS: tl.constexpr,
+    TOUCHED: tl.constexpr, default: tl.constexpr = 0.0,
+):  # fmt: skip
+    """What there is for each column, or ``POOLED`` for each feature."""
+    if POOLED and LAPS > 1:
+        value = of_features(pointer, first, p, c, P, C, LAPS, TOUCHED, default)
+    else:
+        at, inside = column(p, c, P, C, ACROSS, POOLED)
+        value = fetch(pointer + at, inside, FULL, default)
     return value
 
 

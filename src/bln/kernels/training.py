@@ -104,7 +104,7 @@ def _enter(remember: Remembered, statistics: Tensor, slabs: Slabs, chosen: launc
     # for each thread, 1.58 with eight, 1.63 with four.
     size, each = (256, 128) if positions * columns <= 2**16 else (2048, 512)
     block = max(1, min(size // columns, launch.power_of_two(positions)))
-    flags = chosen.flags * chosen.groups
+    flags = chosen.flags
     finite = statistics[2 * p * (c + n + 1) :]
     _, after = chain(statistics.device)
     if flags > 4096:  # each program reads all
@@ -146,13 +146,13 @@ def _forward(
             _enter(remember, statistics, slabs, chosen, x.shape[0])
         return y, statistics
 
-    alone = chosen.splits == chosen.groups == 1 and not pooled
+    alone = chosen.splits == chosen.laps == 1 and not pooled
     partials, parts = (None, 1) if alone else measure(x, statistics, left, slabs, numbers, chosen)
     hidden, _, weight = left or (None, None, inverse_m)
-    forward.sweep[(chosen.blocks * chosen.splits, chosen.groups)](
-        x, y, hidden, gamma, beta, statistics, partials, weight, n, p, c, chosen.run, chosen.splits, parts,
-        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone, NORMALIZE=True, EARLY=chosen.early,
-        GROUPED=chosen.groups > 1, **(begin if alone else after), **chosen.constants,
+    forward.sweep[(chosen.blocks * chosen.splits,)](
+        x, y, hidden, gamma, beta, statistics, partials, weight, n, *chosen.extents(p, c),
+        chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone,
+        NORMALIZE=True, EARLY=chosen.early, **chosen.rounds, **(begin if alone else after), **chosen.constants,
     )  # fmt: skip
     _enter(remember, statistics, slabs, chosen, x.shape[0])
     return y, statistics
@@ -175,26 +175,30 @@ def measure(
     """The first sweep of ``forward`` alone: its partial results, and how many there are, not more than ``most``."""
     n, p, c, _, pooled = slabs
     eps, mix_eps, scale, inverse_m = numbers
-    programs = chosen.blocks * chosen.splits
-    q, parts = (1, programs) if pooled else (p, chosen.splits)
+    programs, laps = chosen.blocks * chosen.splits, chosen.laps
+    at_once = pooled and laps == 1
+    q, parts = (1, programs) if at_once else (p, chosen.splits)
     partials = torch.empty(parts * q * (2 * c + 3), dtype=torch.float32, device=x.device)
     hidden, _, weight = left or (None, None, inverse_m)
     begin, after = chain(x.device)
-    grouped, rows = chosen.groups > 1, statistics
-    if grouped:
-        rows = torch.empty(chosen.groups * 2 * n * p, dtype=torch.float32, device=x.device)
-    forward.sweep[(programs, chosen.groups)](
-        x, x, hidden, None, None, rows, partials, weight, n, p, c, chosen.run, chosen.splits, 1,
-        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=True, NORMALIZE=False, EARLY=chosen.early,
-        GROUPED=grouped, **begin, **chosen.constants,
+    rows = statistics if laps == 1 else torch.empty(2 * n * p * laps, dtype=torch.float32, device=x.device)
+    forward.sweep[(programs,)](
+        x, x, hidden, None, None, rows, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits, 1,
+        mix_eps, scale, eps, MASKED=left is not None, POOLED=at_once, MEASURE=True, NORMALIZE=False,
+        EARLY=chosen.early, **chosen.rounds, **begin, **chosen.constants,
     )  # fmt: skip
-    if grouped:
-        span = chosen.positions if pooled else 16  # pooled, a program has what one of the sweep had
-        forward.unite[(launch.cdiv(p, span) * chosen.splits,)](
-            rows, statistics, partials, n, p, c, chosen.run, chosen.splits, GROUPS=chosen.groups, WIDTH=chosen.width,
-            SPAN=span, POOLED=pooled, BN=min(32, launch.power_of_two(chosen.run)), BP=16, EARLY=chosen.early,
-            num_warps=4, **after,
+    if laps > 1:
+        forward.unite[(launch.cdiv(p, 4) * parts,)](
+            rows, statistics, partials, n, p, c, chosen.run, parts, laps, TILE=(launch.power_of_two(laps), 32, 1, 4),
+            EARLY=chosen.early, num_warps=4, **after,
         )  # fmt: skip
+    if pooled and not at_once:
+        joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
+        tile = _tall(parts * p)
+        forward.pool[(launch.cdiv(c, tile["BLOCK"]),)](
+            partials, joined, p, c, parts, EARLY=chosen.early, **tile, **after
+        )
+        return joined, 1
     while parts > most:
         tile = _tall(parts)
         groups = launch.cdiv(parts, tile["BS"])
@@ -231,47 +235,66 @@ def _backward(
     chosen = choose(slabs, x.element_size(), x.device, left is not None, True)
     eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
-    rows = torch.empty(chosen.flags, 2, c, dtype=torch.float32, device=x.device)
+    left_c = 2 * c * (chosen.flags if chosen.laps == 1 else 1 if pooled else p)
+    rows = torch.empty(left_c, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
             **begin, **chosen.constants,
         )  # fmt: skip
-        return dx, summed(rows.view(1, -1, 2 * c)).view(2, c)
+        return dx, parameters(rows, c, False)
 
     hidden, counts, weight = left or (None, None, inverse_m)
     programs = chosen.blocks * chosen.splits
-    sums = torch.empty(1, chosen.groups, 2 * n * p, dtype=torch.float32, device=x.device)
+    laps = chosen.laps
+    sums = torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
 
     def sweep(sums: Tensor, partials: Tensor | None, parts: int, sum_: bool, differentiate: bool) -> None:
-        backward.sweep[(programs, chosen.groups)](
-            x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, p, c,
+        backward.sweep[(programs,)](
+            x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, *chosen.extents(p, c),
             chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
-            SUM=sum_, DIFFERENTIATE=differentiate, EARLY=chosen.early, GROUPED=chosen.groups > 1,
+            SUM=sum_, DIFFERENTIATE=differentiate, EARLY=chosen.early, **chosen.rounds,
             **(begin if sum_ else after), **chosen.constants,
         )  # fmt: skip
 
-    if chosen.splits == chosen.groups == 1 and not pooled:
+    if chosen.splits == laps == 1 and not pooled:
         sweep(sums, None, 1, True, True)
-        return dx, summed(rows.view(1, -1, 2 * c)).view(2, c)
-    q, parts = (1, programs) if pooled else (p, chosen.splits)
-    partials = torch.empty(3, parts, q, c, dtype=torch.float32, device=x.device)
+        return dx, parameters(rows, c, False)
+    at_once = pooled and laps == 1
+    q, parts = (1, programs) if at_once else (p, chosen.splits)
+    partials = torch.empty(3, parts, q * c, dtype=torch.float32, device=x.device)
     sweep(sums, partials, 1, True, False)
-    if parts > _PARTS:
-        partials, parts = summed(partials.view(3, parts, -1), chosen.early), 1
-    sweep(summed(sums, chosen.early), partials, parts, False, True)
-    return dx, summed(rows.view(1, -1, 2 * c)).view(2, c)
+    if laps > 1:
+        sums = summed(sums, chosen.early)
+    if pooled and not at_once:
+        partials, parts = summed(partials.view(3, parts, c, p), chosen.early), 1
+    elif parts > _PARTS:
+        partials, parts = summed(partials, chosen.early), 1
+    sweep(sums, partials, parts, False, True)
+    return dx, parameters(rows, c, laps > 1)
+
+
+def parameters(rows: Tensor, c: int, of_columns: bool) -> Tensor:
+    """Gradients of gamma and beta, of what columns or blocks of positions give."""
+    return summed(rows.view(1, 1, 2 * c, -1) if of_columns else rows.view(1, -1, 2 * c)).view(2, c)
 
 
 def summed(parts: Tensor, early: bool = False) -> Tensor:
-    """``[outer, number, width]`` summed over the number, always in the same order."""
-    outer, number, width = parts.shape
+    """``[outer, number, width]`` summed over the number, or ``[outer, runs, width, run]`` over runs, always in the same
+    order.
+    """
+    (outer, number, width), run = parts.shape[:3], 1
+    if parts.dim() == 4:
+        run = parts.shape[3]
+        number *= run
     if number == 1:
         return parts.view(outer, width)
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
     tile = _tall(number)
     _, after = chain(parts.device)
-    backward.add[(launch.cdiv(width, tile["BLOCK"]), outer)](parts, total, number, width, EARLY=early, **tile, **after)
+    backward.add[(launch.cdiv(width, tile["BLOCK"]), outer)](
+        parts, total, number, width, run, TURNED=parts.dim() == 4, EARLY=early, **tile, **after
+    )
     return total
 
 
@@ -375,8 +398,8 @@ _train.register_autograd(_differentiate, setup_context=_keep)
 
 
 def statistics_size(n: int, p: int, c: int) -> int:
-    """Of the buffer that ``forward`` describes; for each group of features, no more programs write than positions."""
-    return 2 * p * (c + n + 1) + p * launch.cdiv(c, launch.GROUP)
+    """Of the buffer that ``forward`` describes; in each lap, no more programs write than positions."""
+    return 2 * p * (c + n + 1) + p * launch.laps(p, c, False)
 
 
 def in_type_of(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:

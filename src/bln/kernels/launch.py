@@ -14,7 +14,7 @@ FEATURES = 2**15  # at most: all of them are in a tile
 _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
-_LAP = 64  # features at most of a tile, where positions lie side by side: see ``laps``
+_LAP = 32  # features at most of a lap, see ``laps``
 _EARLY = 2**20  # values at most of which the next launch begins early: see ``slabs.chain``
 
 
@@ -28,36 +28,29 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def across(p: int, c: int, itemsize: int, training: bool) -> bool:
+def across(p: int, c: int, training: bool) -> bool:
     """Whether the kernels take ``p`` positions side by side; else they want a copy with features last.
 
-    In training (64, 784, 256) takes 2.1 times a copy in laps in float32, 3.4 by way of copies, (32, 196, 512) 3.2 and
-    3.9; but (128, 49, 512) backward 3.7 and 2.9. In bfloat16 (128, 49, 2048) takes 3.2 and 4.5, but (32, 196, 512) 4.8
-    and 4.4. That is not made to depend on the number of samples, which may vary in a compiled graph. At inference they
-    are read once, all features at a time: (64, 784, 256) takes 1.4 times a copy in float32, 3.2 by way of copies; in
-    bfloat16 2.2 and 3.1.
+    In training (64, 784, 256) takes 2.1 times a copy in laps in float32, 3.4 by way of copies, (32, 196, 512) 2.7 and
+    4.0. At inference samples are read once, all features at a time: (64, 784, 256) takes 1.4 times a copy, 3.2 by way
+    of copies; in bfloat16 2.2 and 3.1.
     """
-    if training:
-        large = p * c >= 2**15 if itemsize == 4 else c >= 1024 or p * c >= 2**17
-        fits = c <= 128 or (min(laps(p, c, False), laps(p, c, True)) > 1 and large)
-    else:
-        fits = c <= 256
+    fits = c <= 128 or laps(p, c) > 1 if training else c <= 256
     return fits and p * c < 2**26  # offsets within a tile have 32 bits: of a few samples, of more if p is small
 
 
-def laps(p: int, c: int, backward: bool) -> int:
+def laps(p: int, c: int) -> int:
     """In how many features are gone through, in training where positions lie side by side: see ``forward``.
 
-    As few as leave no more features than a tile has, and not many fewer; if ``tiles.of_features`` may be used, values
-    may be read four at a time, and a thread of ``forward.unite`` may have what all of them found. (64, 784, 128) takes
-    2.4 times a copy in two in float32, 2.9 in one. Backward, where much is kept for each column, there are twice as
-    many: (64, 784, 256) takes 1.9 times an addition so, else 2.1.
+    If there are many: as few as leave no more features than a lap has, and not many fewer; where ``tiles.of_features``
+    may be used, and values read four at a time, and a thread of ``forward.unite`` may have what all of them found.
+    (64, 784, 128) takes 2.4 times a copy in four in float32, 2.9 in one.
     """
-    least = cdiv(c, _LAP // 2 if backward else _LAP)
-    most = 2 * least if backward else min(2 * least, 64)
-    if c <= _LAP or p < 32:
+    if c <= 64 or p < 32:
         return 1
-    return next((number for number in range(least, most + 1) if c % number == 0 and number * p % 4 == 0), 1)
+    least = cdiv(c, _LAP)
+    some = range(least, min(2 * least, 64) + 1)
+    return next((number for number in some if c % number == 0 and number * p % 4 == 0), 1)
 
 
 def _blocks(p: int, positions: int, laps: int) -> tuple[int, bool]:
@@ -302,19 +295,17 @@ def training(
     if across:
         # 64 positions for each program, no more programs than run at a time, and two tiles under way beside the one
         # worked on: (128, 3136, 64) takes 2.1 times a copy so, 2.4 with none or three, 2.6 with 32 positions. Each
-        # program leaves partial results as large as a slab, so of smaller inputs there are half as many: (64, 196,
-        # 1024) takes 3.4 so, else 3.9. But backward in bfloat16 would take 3.8 times an addition, and takes 2.8.
-        number = laps(p, c, backward)
-        samples = 2 if features < _LAP or (itemsize == 2 and not backward and number == 1) else 1
+        # program leaves partial results as large as a slab, so of smaller inputs there are half as many. But not
+        # backward in bfloat16, nor in laps, whose slabs are half as large. Two samples at a time, where registers are
+        # not short: (64, 784, 256) takes 2.8 so, backward 2.6 times an addition, with one 3.4 and 3.1.
+        number = laps(p, c)
+        two = not backward or itemsize == 2 if number > 1 else features < 64 or (itemsize == 2 and not backward)
+        samples = 2 if two else 1
         positions, side = 64, gcd(number * p, 4)
-        most = 2 if n * p * c > 2**24 or (backward and (itemsize == 2 or number > 1)) else 1
+        most = 2 if n * p * c > 2**24 or (backward and itemsize == 2) or number > 1 else 1
         tile, warps = arrange_across(c // number, min(samples, power_of_two(n)), positions, side)
         splits = max(1, most * processors // _blocks(p, positions, number)[0])
-        stages = (
-            1
-            if masked
-            else fitting(4 if most == 1 and (itemsize == 4 or number > 1) else 3, 2 * size * prod(tile), shared)
-        )
+        stages = 1 if masked else fitting(4 if most == 1 and itemsize == 4 else 3, 2 * size * prod(tile), shared)
         return swept(
             n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits, stages=stages,
             laps=number, pooled=pooled,

@@ -57,7 +57,7 @@ class Slabs(NamedTuple):
         last = channel_dim == x.dim() - 1
         across = p > 1 and not last and x.is_contiguous()
         if across:
-            if channel_dim != 1 or not launch.across(p, c, x.element_size(), training):
+            if channel_dim != 1 or not launch.across(p, c, training):
                 return None
         elif not (x if last else x.movedim(channel_dim, -1)).is_contiguous():
             return None

@@ -194,7 +194,7 @@ def measure(
         )  # fmt: skip
     if pooled and not at_once:
         joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
-        tile = _tall(parts * p)
+        tile = _long(parts * p)
         forward.pool[(launch.cdiv(c, tile["BLOCK"]),)](
             partials, joined, p, c, parts, EARLY=chosen.early, **tile, **after
         )
@@ -218,6 +218,13 @@ def _tall(number: int) -> dict[str, int]:
     if rows <= 16:
         return {"BS": rows, "BLOCK": 256, "num_warps": 4}
     return {"BS": rows, "BLOCK": min(8, 8192 // rows), "num_warps": max(1, min(16, rows // 64))}
+
+
+def _long(number: int) -> dict[str, int]:
+    """The same, where rows lie side by side."""
+    rows = min(4096, launch.power_of_two(number))
+    columns = max(1, min(8, 4096 // rows))
+    return {"BS": rows, "BLOCK": columns, "num_warps": max(1, min(8, rows * columns // 512))}
 
 
 def _backward(
@@ -290,7 +297,7 @@ def summed(parts: Tensor, early: bool = False) -> Tensor:
     if number == 1:
         return parts.view(outer, width)
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
-    tile = _tall(number)
+    tile = _tall(number) if run == 1 else _long(number)
     _, after = chain(parts.device)
     backward.add[(launch.cdiv(width, tile["BLOCK"]), outer)](
         parts, total, number, width, run, TURNED=parts.dim() == 4, EARLY=early, **tile, **after
@@ -399,7 +406,7 @@ _train.register_autograd(_differentiate, setup_context=_keep)
 
 def statistics_size(n: int, p: int, c: int) -> int:
     """Of the buffer that ``forward`` describes; in each lap, no more programs write than positions."""
-    return 2 * p * (c + n + 1) + p * launch.laps(p, c, False)
+    return 2 * p * (c + n + 1) + p * launch.laps(p, c)
 
 
 def in_type_of(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from bln.kernels import backward, forward, inference, launch, population, synchronized, tiles
+from bln.kernels import backward, forward, inference, launch, population, sharing, synchronized, tiles
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
 INPUTS, COUNTERS = ["x", "second", "y", "dy", "dx"], ["updates", "samples"]
@@ -139,9 +139,9 @@ def main() -> None:
         build(tiles.turn, "turn", dtype, 4, constants | {"second": None})
         build(tiles.turn, "turn", dtype, 4, constants)
     for across in (False, True):
-        build(forward.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
-    build(forward.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4)}, ["shares"])
-    build(forward.pool, "pool", "*fp32", 16, {"EARLY": False, "BS": 1024, "BLOCK": 8}, ["pooled"])
+        build(sharing.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
+    build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4)}, ["shares"])
+    build(sharing.pool, "pool", "*fp32", 16, {"EARLY": False, "BS": 1024, "BLOCK": 8}, ["pooled"])
     for turned in (False, True):
         constants = {"TURNED": turned, "EARLY": False, "BS": 1024, "BLOCK": 8}
         build(backward.add, "add", "*fp32", 8, constants, ["parts", "total"])

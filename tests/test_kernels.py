@@ -20,7 +20,7 @@ import oracle
 import tolerance
 from bln import kernels, native
 from bln.config import StatisticsConfig
-from bln.kernels import forward, launch, slabs
+from bln.kernels import launch, sharing, slabs
 from bln.population import Population
 from cases import Case, cases
 
@@ -548,7 +548,7 @@ def test_many_partial_results_are_joined(parts, p, c, tall, across):
     sums = torch.randn(2, parts, p) * (counts > 0)
     partials = torch.cat([t.float().reshape(-1) for t in (means, squares, counts, sums)])
     joined = torch.full((groups * p * (2 * c + 3),), torch.nan, device=DEVICE)
-    forward.merge[(line[0] * launch.cdiv(line[1], 8), groups)](
+    sharing.merge[(line[0] * launch.cdiv(line[1], 8), groups)](
         partials.to(DEVICE), joined, p, c, parts, groups, ACROSS=across, CHAINED=False, EARLY=False, BS=tall, BLOCK=8
     )
     some = [slice(first, first + tall) for first in range(0, parts, tall)]

@@ -43,7 +43,7 @@ def laps(p: int, c: int) -> int:
     """In how many features are gone through, in training where positions lie side by side: see ``forward``.
 
     If there are many: as few as leave no more features than a lap has, and not many fewer; where ``tiles.of_features``
-    may be used, and values read four at a time, and a thread of ``forward.unite`` may have what all of them found.
+    may be used, and values read four at a time, and a thread of ``sharing.unite`` may have what all of them found.
     (64, 784, 128) takes 2.4 times a copy in four in float32, 2.9 in one.
     """
     if c <= 64 or p < 32:

@@ -249,9 +249,11 @@ def of_features(pointer, first, p, c, P, C, LAPS: tl.constexpr, TOUCHED: tl.cons
     Of each lap that a tile has a part of, from its ``first`` position on, it is loaded once. For each column it would
     be loaded by other threads than have the column, and the compiler would move tiles between them.
     """
-    lap = first // (P // LAPS)
-    value = parameter(pointer, c * LAPS + lap, C * LAPS, default)
-    if LAPS > 1 and pointer is not None:
+    if LAPS == 1 or pointer is None:
+        value = parameter(pointer, c, C, default)
+    else:
+        lap = first // (P // LAPS)
+        value = parameter(pointer, c * LAPS + lap, C * LAPS, default)
         for _ in tl.static_range(TOUCHED - 1):
             lap += 1
             value = tl.where(p // (P // LAPS) == lap, parameter(pointer, c * LAPS + lap, C * LAPS, default), value)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import formula
 from ..formula import Statistics
 from ..functional import current
-from . import backward, forward, launch, population
+from . import backward, forward, launch, population, sharing
 from .slabs import (
     Entries,
     Options,
@@ -188,14 +188,14 @@ def measure(
         EARLY=chosen.early, **chosen.rounds, **begin, **chosen.constants,
     )  # fmt: skip
     if laps > 1:
-        forward.unite[(launch.cdiv(p, 4) * parts,)](
+        sharing.unite[(launch.cdiv(p, 4) * parts,)](
             rows, statistics, partials, n, p, c, chosen.run, parts, laps, TILE=(launch.power_of_two(laps), 32, 1, 4),
             EARLY=chosen.early, num_warps=4, **after,
         )  # fmt: skip
     if pooled and not at_once:
         joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
         tile = _long(parts * p)
-        forward.pool[(launch.cdiv(c, tile["BLOCK"]),)](
+        sharing.pool[(launch.cdiv(c, tile["BLOCK"]),)](
             partials, joined, p, c, parts, EARLY=chosen.early, **tile, **after
         )
         return joined, 1
@@ -205,7 +205,7 @@ def measure(
         joined = torch.empty(groups * q * (2 * c + 3), dtype=torch.float32, device=x.device)
         across = chosen.across and q > 1
         outer, inner = (c, q) if across else (q, c)
-        forward.merge[(outer * launch.cdiv(inner, tile["BLOCK"]), groups)](
+        sharing.merge[(outer * launch.cdiv(inner, tile["BLOCK"]), groups)](
             partials, joined, q, c, parts, groups, ACROSS=across, EARLY=chosen.early, **tile, **after
         )
         partials, parts = joined, groups

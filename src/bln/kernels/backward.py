@@ -257,10 +257,10 @@ def sweep(
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
-    positions, features = P // LAPS, C * LAPS  # those there really are
-    first_p = tiles.position(block, P, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)
+    positions, features = tiles.positions(P, SIDE, LAPS, TOUCHED), C * LAPS  # those there really are
+    first_p = tiles.position(block, P, positions, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)
     p = first_p + ps
-    row, _ = tiles.row_position(p, first_p, P, LAPS, TOUCHED)
+    row = tiles.row_position(p, first_p, P, positions, LAPS, TOUCHED)
     q, Q = row, positions  # where the statistics of a position are, and for how many
     if POOLED:
         q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1

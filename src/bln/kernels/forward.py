@@ -251,14 +251,14 @@ def sweep(
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
+    P, C = tiles.sides(P, C, ACROSS, SIDE)
     rows, columns = statistics, P.to(tl.int64) * C
     if NORMALIZE or LAPS == 1:
         rows += 2 * columns
-    P, C = tiles.sides(P, C, ACROSS, SIDE)
-    positions, features = P // LAPS, C * LAPS  # those there really are
-    first_p = tiles.position(block, P, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)
+    positions, features = tiles.positions(P, SIDE, LAPS, TOUCHED), C * LAPS  # those there really are
+    first_p = tiles.position(block, P, positions, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)
     p = first_p + ps
-    row, _ = tiles.row_position(p, first_p, P, LAPS, TOUCHED)
+    row = tiles.row_position(p, first_p, P, positions, LAPS, TOUCHED)
     if MEASURE:
         count, mean_B, square, sum_mean, sum_var = _measure(
             x, hidden, rows, p, row, positions, first, last, N, P, C,

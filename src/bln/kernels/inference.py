@@ -188,7 +188,7 @@ def _normalize(
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     if SWAPPED:
         ns, ps = ps, ns
-    p = tiles.position(tl.program_id(0) // splits, P, BP, ACROSS, SIDE, EVEN) + ps
+    p = tiles.position(tl.program_id(0) // splits, P, P, BP, ACROSS, SIDE, EVEN) + ps
     first = tl.program_id(0) % splits * run
     last = tl.minimum(N, first + run)
     at = tiles.offset(ns, p, c, P, C, ACROSS, LONG)

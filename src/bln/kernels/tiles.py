@@ -75,9 +75,19 @@ def sides(P, C, ACROSS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
+def positions(P, SIDE: tl.constexpr, LAPS: tl.constexpr, TOUCHED: tl.constexpr):
+    """Those of a lap. Where a tile has a part of one alone, they are known to be a multiple of ``SIDE``, too."""
+    if LAPS > 1:
+        P = P // LAPS
+        if TOUCHED == 1:
+            P = (P // SIDE) * SIDE
+    return P
+
+
+@triton.jit
 def position(
-    block, P, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, LAPS: tl.constexpr = 1,
-    TOUCHED: tl.constexpr = 1,
+    block, P, positions, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr,
+    LAPS: tl.constexpr = 1, TOUCHED: tl.constexpr = 1,
 ):  # fmt: skip
     """The first of a block. Where side by side they do not fill the last one, it begins earlier, so that all of its
     positions exist; some are in the block before, too, and what two programs do for them is the same.
@@ -85,27 +95,24 @@ def position(
     Of several ``LAPS``, each has blocks of its own if a tile has a part of one alone.
     """
     if LAPS > 1 and TOUCHED == 1:
-        positions = P // LAPS // SIDE * SIDE  # known to be a multiple
         blocks = tl.cdiv(positions, BP)
         first = block // blocks * positions + tl.minimum(block % blocks * BP, positions - BP)
     else:
         first = block * BP
         if ACROSS and EVEN:
-            first = tl.minimum(first, P - BP) // SIDE * SIDE
+            first = tl.minimum(first, P - BP) // SIDE * SIDE  # known to be a multiple
     return first
 
 
 @triton.jit
-def row_position(p, first, P, LAPS: tl.constexpr, TOUCHED: tl.constexpr):
-    """Positions of the rows that have shares in a tile, and how many there are: ``LAPS`` times fewer."""
+def row_position(p, first, P, positions, LAPS: tl.constexpr, TOUCHED: tl.constexpr):
+    """The positions, of those of a lap, whose rows have shares in a tile."""
     if LAPS > 1:
-        positions = P // LAPS
         if TOUCHED == 1:
             p = p - first // positions * positions
         else:
             p = tl.where(p < P, p % positions, P)  # none beyond the last lap
-        P = positions
-    return p, P
+    return p
 
 
 @triton.jit

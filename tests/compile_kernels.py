@@ -94,9 +94,9 @@ def main() -> None:
     for dtype, itemsize in (("*bf16", 2), ("*fp32", 4)):
         for n, p, c, across, masked, pooled in (
             (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
-            (25, 256, 6, True, False, False), (64, 784, 128, True, False, False), (256, 197, 768, False, False, False),
+            (25, 256, 6, True, False, False), (128, 49, 2048, True, False, False), (256, 197, 768, False, False, False),
             (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True), (25, 1, 120, False, False, False),
-            (5120, 1, 128, False, False, False), (64, 784, 256, True, False, False),
+            (5120, 1, 128, False, False, False), (64, 784, 256, True, False, False), (64, 784, 256, True, False, True),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
             how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132, "shared": 232448}
@@ -120,6 +120,7 @@ def main() -> None:
                 alone = chosen.splits == chosen.laps == 1 and not pooled
                 for first in (True,) if alone else (True, False):
                     phases = dict(zip(names, (first, alone or not first), strict=True))
+                    phases["POOLED"] = pooled and (chosen.laps == 1 or back or not first)
                     partials = {"partials": None} if alone else {}
                     build(
                         kernels.sweep, name, dtype, chosen.warps, constants | phases | partials,

@@ -127,7 +127,10 @@ class Launch:
         return self.tile[-1] if self.across else 1
 
     def extents(self, p: int, c: int) -> tuple[int, int]:
-        """Positions and features as sweeps go through them."""
+        """Positions and features as sweeps go through them. A kernel that made them would know that they are a multiple
+        of ``laps``, and read too much at once, see ``tiles.sides``: (128, 49, 2048) in bfloat16 was measured in 169 us
+        so, and is in 14.
+        """
         return p * self.laps, c // self.laps
 
     @property

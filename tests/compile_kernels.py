@@ -80,7 +80,7 @@ def share(kernels, n, p, c, dtype, training):
     chosen = launch.training(n, p, c, backward=back, alone=False, **training)
     constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
     constants |= {"MASKED": False, "POOLED": training["pooled"], "EARLY": False, "hidden": None}
-    constants |= chosen.rounds
+    constants |= chosen.in_laps
     if back:
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
     else:
@@ -114,13 +114,12 @@ def main() -> None:
                         build(forward.single, f"single {about}", dtype, chosen.warps, constants, ["kept_inverse_m"])
                     continue
                 constants |= {"MASKED": masked, "POOLED": pooled, "EARLY": chosen.early, "SHARED": False}
-                constants |= chosen.rounds
+                constants |= chosen.in_laps
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
                 names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
                 alone = chosen.splits == chosen.laps == 1 and not pooled
                 for first in (True,) if alone else (True, False):
                     phases = dict(zip(names, (first, alone or not first), strict=True))
-                    phases["POOLED"] = pooled and (chosen.laps == 1 or back or not first)
                     partials = {"partials": None} if alone else {}
                     build(
                         kernels.sweep, name, dtype, chosen.warps, constants | phases | partials,
@@ -141,8 +140,8 @@ def main() -> None:
         build(tiles.turn, "turn", dtype, 4, constants)
     for across in (False, True):
         build(sharing.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
-    build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4)}, ["shares"])
-    build(sharing.pool, "pool", "*fp32", 16, {"EARLY": False, "BS": 1024, "BLOCK": 8}, ["pooled"])
+    build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4)}, ["shares", "sums"])
+    build(sharing.pool, "pool", "*fp32", 16, {"EARLY": False, "BR": 4096, "BS": 1024, "BLOCK": 8}, ["sums", "pooled"])
     for turned in (False, True):
         constants = {"TURNED": turned, "EARLY": False, "BS": 1024, "BLOCK": 8}
         build(backward.add, "add", "*fp32", 8, constants, ["parts", "total"])

@@ -21,6 +21,7 @@ import tolerance
 from bln import kernels, native
 from bln.config import StatisticsConfig
 from bln.kernels import launch, sharing, slabs
+from bln.kernels.training import statistics_size
 from bln.population import Population
 from cases import Case, cases
 
@@ -158,7 +159,7 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
         each = launch.training(n, p, c, backward=backward, alone=alone, **seen)
         pooled_at_once = seen["pooled"] and each.laps == 1
         assert p % each.positions == 0 or not (each.even and pooled_at_once)  # no position counts twice
-        assert each.flags <= p * launch.laps(p, c)  # there is room for what they leave
+        assert 2 * p * (c + n + 1) + each.flags <= statistics_size(n, p, c)  # there is room for what they say
     one, many = (launch.inference(some, p, c, **inference) for some in (1, n))
     for name in ("tile", "side", "warps", "swapped", "turned"):  # rows are summed in the same order
         assert getattr(one, name) == getattr(many, name)
@@ -200,7 +201,9 @@ SHAPES = [
     ((6, 24, 5, 5), 1, False, 2),  # the same, pooled
     ((6, 130, 5, 5), 1, True, 2),  # more features than are taken so: copied
     ((3, 100, 8, 9), 1, True, 1),  # features in laps, blocks that have a part of two, of which two overlap
-    ((3, 72, 5, 7), 1, True, 8),  # the same, three, and positions that are odd
+    ((3, 72, 5, 7), 1, True, 1),  # the same, three, and positions that are odd
+    ((40, 66, 1, 32), 1, True, 1),  # the same, many samples
+    ((4, 72, 1, 64), 1, False, 16),  # the same, pooled, swept over by several
     ((5, 96, 4, 31), 1, True, 8),  # the same, one, swept over by several
     ((6, 128, 8, 8), 1, True, 8),  # the same, tiles even
     ((3, 100, 8, 9), 1, False, 2),  # the same, pooled
@@ -248,8 +251,9 @@ def test_what_one_feature_of_a_lap_alone_meets():
 
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
 @pytest.mark.parametrize("shape", [(5, 70, 9, 8), (5, 3, 1, 67), (5, 192, 5, 7)])
-def test_laps_and_blocks_that_overlap_where_ranks_are_asked(shape, per_position, chosen, monkeypatch):
+def test_laps_and_blocks_that_overlap_where_ranks_are_asked(shape, per_position, chosen, monkeypatch, anew):
     """One rank, which hears what it said: the layer without."""
+    monkeypatch.setattr(slabs, "processors", lambda device: 16)
     monkeypatch.setattr(bln.synchronized, "gather", lambda message, group: message)
     monkeypatch.setattr(bln.synchronized, "add_up", lambda message, task: message)
     layer = bln.BatchLayerNorm(shape[1], per_position=per_position).to(DEVICE)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import reductions, tiles
+from . import reductions, sharing, tiles
 
 
 @triton.jit
@@ -24,8 +24,13 @@ def _columns(
     LAPS: tl.constexpr, TOUCHED: tl.constexpr,
 ):  # fmt: skip
     """Of so many columns, batch means and one over deviations of those of a tile."""
-    mean = tiles.of_columns(statistics, first, p, c, P, C, ACROSS, POOLED, FULL, LAPS, TOUCHED)
-    var = tiles.of_columns(statistics + columns, first, p, c, P, C, ACROSS, POOLED, FULL, LAPS, TOUCHED, 1.0)
+    if POOLED and LAPS > 1:
+        mean = tiles.of_features(statistics, first, p, c, P, C, LAPS, TOUCHED, 0.0)
+        var = tiles.of_features(statistics + columns, first, p, c, P, C, LAPS, TOUCHED, 0.0)
+    else:
+        column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED)
+        mean = tiles.fetch(statistics + column, in_column, FULL)
+        var = tiles.fetch(statistics + columns + column, in_column, FULL, 1.0)
     return mean, tl.rsqrt(var + eps)
 
 
@@ -183,7 +188,9 @@ def _store_parameters(
     rows, block, dgamma, dbeta, p, c, P, C, BP: tl.constexpr, ACROSS: tl.constexpr, POOLED: tl.constexpr,
     LAPS: tl.constexpr,
 ):  # fmt: skip
-    """What the columns of a tile give, those of a block together; ``POOLED``, each block has what all give."""
+    """What the columns of a tile give: each in several ``LAPS``, else those of a block together; ``POOLED``, each block
+    has what all give.
+    """
     if LAPS > 1:
         to, inside = tiles.column(p, c, P, C, ACROSS, False)
         tl.store(rows + to, dgamma, mask=inside)
@@ -196,6 +203,33 @@ def _store_parameters(
         if ACROSS and not POOLED:
             dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
         _store_line(rows + 2 * block.to(tl.int64) * C, dgamma, dbeta, c, C)
+
+
+@triton.jit
+def _store_pooled(
+    partials, block, split, splits, p, c, P, C, positions, total, dot_B, dot_F, r_B, w_B, w_F, gamma,
+    BP: tl.constexpr, SHARED: tl.constexpr, LAPS: tl.constexpr, TOUCHED: tl.constexpr,
+):  # fmt: skip
+    """The sums of all positions of a lap, for each that a program has a part of, ``[3, parts, C]``; ``SHARED``, what is
+    made of them, ``[parts, 4, C]``.
+    """
+    parts, features = splits * sharing.places(positions, BP, TOUCHED), C * LAPS
+    for number in tl.static_range(TOUCHED):
+        lap, its, at, empty = sharing.part_of_lap(
+            number, block, split, splits, p, P, positions, BP, LAPS, TOUCHED
+        )  # fmt: skip
+        sums, wide, step = (total, dot_B, dot_F, total), features.to(tl.int64), parts.to(tl.int64) * features
+        if SHARED:
+            flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, gamma, 1.0)
+            sums, wide, step = (flat_B, along_B, w_B * r_B * dot_B + w_F * dot_F, total), 4 * wide, wide
+        to = partials + at * wide + c * LAPS + lap
+        next_to = to + splits * wide
+        in_column, in_next = (c < C) & (lap + c * 0 < LAPS), (c < C) & (lap + c * 0 < tl.where(empty, LAPS, 0))
+        for row in tl.static_range(4 if SHARED else 3):
+            value = tl.sum(tl.where(its, sums[row], 0.0), tiles.LANES, keep_dims=True)
+            tl.store(to + row * step, value, mask=in_column)
+            if TOUCHED > 1:
+                tl.store(next_to + row * step, value * 0.0, mask=in_next)
 
 
 @triton.jit
@@ -215,6 +249,15 @@ def _store_features(rows, statistics, partials, w_B, w_F, C, eps):
 def _store_line(to, dgamma, dbeta, c, C):
     tl.store(to + c + tl.zeros(dgamma.shape, tl.int32), dgamma, mask=c < C)
     tl.store(to + C + c + tl.zeros(dbeta.shape, tl.int32), dbeta, mask=c < C)
+
+
+@triton.jit
+def _feature(p, q, Q, c, P, C, positions, LAPS: tl.constexpr):
+    """Of columns, and whether there is one."""
+    inside = (q < Q) & (c < C)
+    if LAPS > 1:
+        c, inside = c * LAPS + p // positions, (p < P) & (c < C)
+    return c, inside
 
 
 @triton.jit
@@ -246,8 +289,8 @@ def sweep(
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
 
-    In several ``LAPS``, the first sweep leaves shares of ``sums``, and partial results of each position even if those
-    it reads are ``POOLED``; ``rows`` is what each column gives, ``[2, C, P]``, or what all of them give, pooled.
+    In several ``LAPS``, the first sweep leaves shares of ``sums``; ``rows`` is what each column gives, ``[2, C, P]``,
+    or ``POOLED`` what all of them give.
     """
     if DIFFERENTIATE or EARLY:
         tiles.begin_next(CHAINED)
@@ -283,28 +326,34 @@ def sweep(
     if SUM and not DIFFERENTIATE:
         if not EARLY:
             tiles.begin_next(CHAINED)
-        left = tl.num_programs(0) // splits  # lines of ``rows``
-        if LAPS > 1:
-            q, left, columns = row, positions, P.to(tl.int64) * C
-        elif POOLED:
-            split, splits, block, left = tl.program_id(0), tl.num_programs(0), block * 0, 1
-        if SHARED:
-            partials += split * 2 * (columns + left * features)
-            to = partials + _shared_offset(q, folded * LAPS + p // positions, features, ACROSS)
-            in_column = (p < P) & (folded < C)
-            flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, 1.0)  # sums, still
-            tl.store(to, flat_B, mask=in_column)
-            tl.store(to + features, along_B, mask=in_column)
-            _store_parameters(
-                partials + 2 * columns, block, s_B * dot_B + w_F * dot_F, total, p, c, P, C,
-                BP, ACROSS, POOLED and LAPS == 1, LAPS,
+        if POOLED and LAPS > 1:
+            _store_pooled(
+                partials, block, split, splits, p, c, P, C, positions, total, dot_B, dot_F, r_B, w_B, w_F, g,
+                BP, SHARED, LAPS, TOUCHED,
             )  # fmt: skip
         else:
-            column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED and LAPS == 1)
-            to = partials + split * columns + column
-            tl.store(to, total, mask=in_column)
-            tl.store(to + splits * columns, dot_B, mask=in_column)
-            tl.store(to + 2 * splits * columns, dot_F, mask=in_column)
+            lines = tl.num_programs(0) // splits
+            if POOLED:
+                split, splits, block, lines = tl.program_id(0), tl.num_programs(0), block * 0, 1
+            elif LAPS > 1:
+                lines = positions
+            if SHARED:
+                partials += split * 2 * (columns + lines * features)
+                feature, in_column = _feature(p, q, Q, folded, P, C, positions, LAPS)
+                to = partials + _shared_offset(q, feature, features, ACROSS)
+                flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, 1.0)  # sums, still
+                tl.store(to, flat_B, mask=in_column)
+                tl.store(to + features, along_B, mask=in_column)
+                _store_parameters(
+                    partials + 2 * columns, block, s_B * dot_B + w_F * dot_F, total, p, c, P, C,
+                    BP, ACROSS, POOLED, LAPS,
+                )  # fmt: skip
+            else:
+                column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED)
+                to = partials + split * columns + column
+                tl.store(to, total, mask=in_column)
+                tl.store(to + splits * columns, dot_B, mask=in_column)
+                tl.store(to + 2 * splits * columns, dot_F, mask=in_column)
     if DIFFERENTIATE:
         if SUM:
             tl.debug_barrier()  # what rows need was stored by other threads
@@ -313,8 +362,8 @@ def sweep(
                 flat_B = tiles.of_features(partials, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
                 along_B = tiles.of_features(partials + features, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
             else:
-                of = partials + _shared_offset(q, folded * LAPS + p // positions, features, ACROSS)
-                in_column = (p < P) & (folded < C)
+                feature, in_column = _feature(p, q, Q, folded, P, C, positions, LAPS)
+                of = partials + _shared_offset(q, feature, features, ACROSS)
                 flat_B = tl.load(of, mask=in_column, other=0.0)
                 along_B = tl.load(of + features, mask=in_column, other=0.0)
             flat_B, along_B = flat_B / count, along_B / count
@@ -347,26 +396,28 @@ def sweep(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["number", "width", "run"])
+@triton.jit(do_not_specialize=["number", "width"])
 def add(
-    parts, total, number, width, run, TURNED: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    parts, total, number, width, TURNED: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
     BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``[outer, number, width]`` over the number; ``TURNED``, runs of it lie last: ``[outer, -1, width, run]``."""
+    """Sum ``[outer, number, width]``, ``TURNED`` ``[outer, width, number]``, over the number."""
     if EARLY:
         tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    parts += tl.program_id(1).to(tl.int64) * number * width
+    blocks = tl.cdiv(width, BLOCK)
+    outer, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    parts += outer * number * width
     found = tl.zeros([1, BLOCK], tl.float32)
     for start in range(0, number, BS):
         row = start + tl.arange(0, BS)[:, None]
         if TURNED:
-            of = parts + (row // run * width + at).to(tl.int64) * run + row % run
+            of = parts + at.to(tl.int64) * number + row
         else:
             of = parts + row.to(tl.int64) * width + at
         values = tl.load(of, mask=(row < number) & (at < width), other=0.0)
         found += tl.sum(values, 0, keep_dims=True)
     if not EARLY:
         tiles.begin_next(CHAINED)
-    tl.store(total + tl.program_id(1) * width + at, found, mask=at < width)
+    tl.store(total + outer * width + at, found, mask=at < width)

@@ -241,8 +241,8 @@ def sweep(
     ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
     second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
 
-    In several ``LAPS``, of so many of which a tile may have a part, ``statistics`` of the first sweep are the shares of
-    rows alone, and partial results are without sums over rows, and not pooled: see ``sharing``.
+    In several ``LAPS``, ``statistics`` of the first sweep are the shares of rows alone, and partial results are without
+    sums over rows: see ``sharing``. ``TOUCHED`` is the number of laps that a tile may have a part of.
     """
     if NORMALIZE or EARLY:
         tiles.begin_next(CHAINED)
@@ -262,7 +262,7 @@ def sweep(
     if MEASURE:
         count, mean_B, square, sum_mean, sum_var = _measure(
             x, hidden, rows, p, row, positions, first, last, N, P, C,
-            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES,
+            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED and LAPS == 1, STAGES,
         )  # fmt: skip
     q, Q = row, positions  # where the statistics of a position are, and for how many
     if POOLED:
@@ -270,12 +270,18 @@ def sweep(
     if MEASURE and not NORMALIZE:
         if not EARLY:
             tiles.begin_next(CHAINED)  # no earlier: (128, 3136, 64), pooled and across, would take 3 us more
-        if POOLED:
-            split, splits = tl.program_id(0), tl.num_programs(0)
-        column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED)
-        sharing.store(
-            partials, split, splits, column, in_column, columns, q, Q, count, mean_B, square, sum_mean, sum_var, LAPS
-        )
+        if POOLED and LAPS > 1:
+            sharing.store_pooled(
+                partials, block, split, splits, p, c, P, C, positions, count, mean_B, square, BP, LAPS, TOUCHED
+            )
+        else:
+            if POOLED:
+                split, splits = tl.program_id(0), tl.num_programs(0)
+            column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED)
+            sharing.store(
+                partials, split, splits, column, in_column, columns, q, Q, count, mean_B, square, sum_mean, sum_var,
+                LAPS,
+            )  # fmt: skip
     if NORMALIZE:
         if MEASURE:
             tl.debug_barrier()  # statistics of rows were stored by other threads

@@ -40,11 +40,11 @@ def across(p: int, c: int, training: bool) -> bool:
 
 
 def laps(p: int, c: int) -> int:
-    """In how many features are gone through, in training where positions lie side by side: see ``forward``.
+    """The number of laps, see ``forward``, in training where positions lie side by side.
 
-    If there are many: as few as leave no more features than a lap has, and not many fewer; where ``tiles.of_features``
-    may be used, and values read four at a time, and a thread of ``sharing.unite`` may have what all of them found.
-    (64, 784, 128) takes 2.4 times a copy in four in float32, 2.9 in one.
+    If there are many features, as few as leave 32 of them, or down to half as many. Not too many: a tile has parts of
+    some, and a thread of ``sharing.unite`` shares of all. And values are to be read four at a time. (64, 784, 128)
+    takes 2.4 times a copy in four laps in float32, 2.9 in one.
     """
     if c <= 64 or p < 32:
         return 1
@@ -128,13 +128,13 @@ class Launch:
 
     def extents(self, p: int, c: int) -> tuple[int, int]:
         """Positions and features as sweeps go through them. A kernel that made them would know that they are a multiple
-        of ``laps``, and read too much at once, see ``tiles.sides``: (128, 49, 2048) in bfloat16 was measured in 169 us
-        so, and is in 14.
+        of ``laps``, and read too much at once, see ``tiles.sides``: the first sweep over (128, 49, 2048) in bfloat16
+        took 169 us so, and takes 14.
         """
         return p * self.laps, c // self.laps
 
     @property
-    def rounds(self) -> dict[str, int]:
+    def in_laps(self) -> dict[str, int]:
         """What sweeps are launched with besides."""
         return {"LAPS": self.laps, "TOUCHED": self.touched}
 
@@ -152,6 +152,10 @@ class Launch:
             "num_warps": self.warps,
             "enable_fp_fusion": True,
         }
+
+    def parts(self, p: int) -> int:
+        """Of pooled results in laps: the blocks that one may be in, times splits. See ``sharing``."""
+        return (cdiv(p, self.positions) + (self.touched > 1)) * self.splits
 
     @property
     def flags(self) -> int:
@@ -174,7 +178,7 @@ def _known(c: int, tile: tuple[int, int, int, int], across: bool) -> int:
 
 
 def _even(p: int, positions: int, pooled: bool = False) -> bool:
-    """Blocks may overlap, see ``tiles.positions``, but not if what is in two would count twice."""
+    """Blocks may overlap, see ``tiles.position``, but not if what is in two would count twice."""
     return p % positions == 0 or (p > positions and not pooled)
 
 
@@ -232,7 +236,7 @@ def swept(
     return Launch(
         tile, across, side, _long(n, p, c), even, _known(c // laps, tile, across), warps, blocks,
         splits=cdiv(n, run), run=run, stages=stages, early=n * p * c <= _EARLY, laps=laps,
-        touched=1 if laps == 1 or apart else 3,
+        touched=1 if laps == 1 or apart else 1 + cdiv(positions - 1, p),
     )  # fmt: skip
 
 

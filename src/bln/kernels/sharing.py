@@ -1,8 +1,11 @@
 """Partial results: what programs that share a slab find of it in a first sweep, each of a run of samples.
 
 They are means and squares of columns ``[parts, P, C]``, then counts and sums of the means and variances of rows
-``[parts, P]``. Few are joined by every program of the second sweep; of more, ``merge`` makes fewer. Where features are
-in laps, ``unite`` makes rows, and ``pool`` joins the positions.
+``[parts, P]``. Few are joined by every program of the second sweep; of more, ``merge`` makes fewer.
+
+Where features are in laps, ``unite`` makes rows. Pooled, a program has parts of some laps, and leaves what it found for
+each: means and squares of features ``[parts, C]``, and counts ``[parts, laps]``, a lap being in so many blocks, times
+splits, at most. ``pool`` joins them.
 """
 
 from __future__ import annotations
@@ -46,6 +49,63 @@ def join(partials, parts, column, in_column, columns, p, P):
         sum_var += tl.load(counts + (2 * parts + part) * P, mask=p < P, other=0.0)
         mean, square, count = reductions.chan(mean, square, count, its_mean, its_square, its_count)
     return count, mean, square, sum_mean, sum_var
+
+
+@triton.jit
+def part_of_lap(
+    number: tl.constexpr, block, split, splits, p, P, positions, BP: tl.constexpr, LAPS: tl.constexpr,
+    TOUCHED: tl.constexpr,
+):  # fmt: skip
+    """One of the laps that a block has a part of: which it is, or ``LAPS``; the positions that are in the block for the
+    first time; where their results are among the parts, and whether the next place stays empty.
+    """
+    if TOUCHED == 1:
+        blocks = tl.cdiv(positions, BP)
+        lap, at, empty = block // blocks, block % blocks, block < 0
+        begin = lap * positions + at * BP
+    else:
+        begin = block * BP
+        lap = begin // positions + number
+        at = block - lap * positions // BP
+        empty = (block == ((lap + 1) * positions - 1) // BP) & (at + 1 < tl.cdiv(positions, BP) + 1)
+        if number > 0:
+            lap = tl.where(lap * positions < begin + BP, lap, LAPS)
+    return lap, (p >= begin) & (p < P) & (p // positions == lap), at * splits + split, empty
+
+
+@triton.jit
+def store_pooled(
+    partials, block, split, splits, p, c, P, C, positions, count, mean, square, BP: tl.constexpr, LAPS: tl.constexpr,
+    TOUCHED: tl.constexpr,
+):  # fmt: skip
+    """What a program found of all positions of a lap, for each it has a part of."""
+    parts = splits * places(positions, BP, TOUCHED)
+    features = C * LAPS
+    for number in tl.static_range(TOUCHED):
+        lap, its, at, empty = part_of_lap(number, block, split, splits, p, P, positions, BP, LAPS, TOUCHED)
+        counts = tl.where(its, count, 0.0)
+        its_count = tl.sum(counts, tiles.LANES, keep_dims=True)
+        its_mean = tl.sum(counts * tl.where(its, mean, 0.0), tiles.LANES, keep_dims=True) / tl.maximum(its_count, 1.0)
+        moved = tl.where(its, mean - its_mean, 0.0)
+        squares = tl.where(its, square, 0.0) + counts * moved * moved
+        its_square = tl.sum(squares, tiles.LANES, keep_dims=True)
+        for more in tl.static_range(1 if TOUCHED == 1 else 2):
+            last = LAPS
+            if more == 1:  # what does not stay empty
+                its_count, its_mean, its_square, at = its_count * 0.0, its_mean * 0.0, its_square * 0.0, at + splits
+                last = tl.where(empty, LAPS, 0)
+            in_column = (c < C) & (lap + c * 0 < last)
+            to = partials + at.to(tl.int64) * features + c * LAPS + lap
+            tl.store(to, its_mean, mask=in_column)
+            tl.store(to + parts.to(tl.int64) * features, its_square, mask=in_column)
+            to = partials + 2 * parts.to(tl.int64) * features + at * LAPS + lap + tl.zeros([1, 1, 1, 1], tl.int32)
+            tl.store(to, its_count, mask=lap + tl.zeros([1, 1, 1, 1], tl.int32) < last)
+
+
+@triton.jit
+def places(positions, BP: tl.constexpr, TOUCHED: tl.constexpr):
+    """Blocks that a lap may be in."""
+    return tl.cdiv(positions, BP) + (0 if TOUCHED == 1 else 1)
 
 
 @triton.jit(do_not_specialize=["P", "C", "parts", "groups"])
@@ -95,10 +155,10 @@ def merge(
 
 @triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "laps"])
 def unite(
-    shares, statistics, partials, N, P, C, run, splits, laps, TILE: tl.constexpr, CHAINED: tl.constexpr,
+    shares, statistics, sums, N, P, C, run, splits, laps, TILE: tl.constexpr, CHAINED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of rows, of which each lap has its ``shares``, all of as many features; and the sums of both that
+    """The statistics of rows, of which each lap has its ``shares``, all of as many features; and their ``sums``, which
     partial results are without. Each program has some positions, and a run of samples.
 
     A tile has laps where others have samples, so that a thread loads all shares of a row at once, and samples where
@@ -126,44 +186,46 @@ def unite(
         sum_var += var
     if not EARLY:
         tiles.begin_next(CHAINED)
-    at = partials + 2 * splits * P.to(tl.int64) * C + split * P + p
-    tl.store(at + splits * P, tl.sum(sum_mean, tiles.WARPS, keep_dims=True), mask=p < P)
-    tl.store(at + 2 * splits * P, tl.sum(sum_var, tiles.WARPS, keep_dims=True), mask=p < P)
+    at = sums + split * P + p
+    tl.store(at, tl.sum(sum_mean, tiles.WARPS, keep_dims=True), mask=p < P)
+    tl.store(at + splits * P, tl.sum(sum_var, tiles.WARPS, keep_dims=True), mask=p < P)
 
 
-@triton.jit(do_not_specialize=["P", "C", "parts"])
+@triton.jit(do_not_specialize=["number", "C", "parts", "laps"])
 def pool(
-    partials, pooled, P, C, parts, CHAINED: tl.constexpr, EARLY: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr
+    partials, sums, pooled, number, C, parts, laps, CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    BR: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Partial results of positions that lie side by side as one of all of them; each program has some features."""
+    """What ``store_pooled`` left as one partial result; each program has some features. The first one has the ``sums``
+    of rows, too, of which there are so many.
+    """
     if EARLY:
         tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
-    columns, rows = P.to(tl.int64) * C, parts * P
+    columns = parts.to(tl.int64) * C
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     count = tl.zeros([1, BLOCK], tl.float32)
     mean = tl.zeros([1, BLOCK], tl.float32)
     square = tl.zeros([1, BLOCK], tl.float32)
-    sum_mean = tl.zeros([1, 1], tl.float32)
-    sum_var = tl.zeros([1, 1], tl.float32)
-    for start in range(0, rows, BS):
-        row = start + tl.arange(0, BS)[:, None]
-        real, inside = row < rows, (row < rows) & (c < C)
-        of, at = partials + row // P * columns + c.to(tl.int64) * P + row % P, partials + 2 * parts * columns + row
-        counts = tl.load(at, mask=real, other=0.0)
-        means = tl.load(of, mask=inside, other=0.0)
-        squares = tl.load(of + parts * columns, mask=inside, other=0.0)
+    for start in range(0, parts, BS):
+        part = (start + tl.arange(0, BS)[:, None]).to(tl.int64)
+        inside = (part < parts) & (c < C)
+        means = tl.load(partials + part * C + c, mask=inside, other=0.0)
+        squares = tl.load(partials + columns + part * C + c, mask=inside, other=0.0)
+        counts = tl.load(partials + 2 * columns + part * laps + c % laps, mask=inside, other=0.0)
         some = reductions.joined(means, squares, counts)
         mean, square, count = reductions.chan(mean, square, count, some[0], some[1], some[2])
-        wanted = row < tl.where(tl.program_id(0) == 0, rows, 0)
-        sum_mean += tl.sum(tl.load(at + rows, mask=wanted, other=0.0), 0, keep_dims=True)
-        sum_var += tl.sum(tl.load(at + 2 * rows, mask=wanted, other=0.0), 0, keep_dims=True)
-    if not EARLY:
-        tiles.begin_next(CHAINED)
     tl.store(pooled + c, mean, mask=c < C)
     tl.store(pooled + C + c, square, mask=c < C)
     if tl.program_id(0) == 0:
-        to = pooled + 2 * C + tl.zeros([1, 1], tl.int32)
-        tl.store(to + tl.zeros([1, BLOCK], tl.int32), count, mask=c == 0)
-        tl.store(to + 1, sum_mean)
-        tl.store(to + 2, sum_var)
+        tl.store(pooled + 2 * C + c, count, mask=c == 0)
+        sum_mean = tl.zeros([BR], tl.float32)
+        sum_var = tl.zeros([BR], tl.float32)
+        for start in range(0, number, BR):
+            row = start + tl.arange(0, BR)
+            sum_mean += tl.load(sums + row, mask=row < number, other=0.0)
+            sum_var += tl.load(sums + number + row, mask=row < number, other=0.0)
+        tl.store(pooled + 2 * C + 1, tl.sum(sum_mean))
+        tl.store(pooled + 2 * C + 2, tl.sum(sum_var))
+    if not EARLY:
+        tiles.begin_next(CHAINED)

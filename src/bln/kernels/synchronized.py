@@ -264,7 +264,7 @@ class _Train(torch.autograd.Function):
         forward.sweep[(chosen.blocks * chosen.splits,)](
             x, y, None, gamma, beta, statistics, joined, inverse_m, n, *chosen.extents(p, c),
             chosen.run, chosen.splits, 1, numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False, POOLED=pooled,
-            MEASURE=False, NORMALIZE=True, SHARED=True, **chosen.rounds, **chain(x.device)[0],
+            MEASURE=False, NORMALIZE=True, SHARED=True, **chosen.in_laps, **chain(x.device)[0],
             **chosen.constants,
         )  # fmt: skip
         ctx.rest = slabs, numbers, task
@@ -281,8 +281,9 @@ class _Train(torch.autograd.Function):
         chosen = choose(slabs, x.element_size(), x.device, False, True, alone=False)
         programs = chosen.blocks * chosen.splits
         laps = chosen.laps
-        at_once = pooled and laps == 1
-        q, blocks, parts = (1, 1, programs) if at_once else (p, chosen.blocks if laps == 1 else p, chosen.splits)
+        q, blocks, parts = p, chosen.blocks if laps == 1 else p, chosen.splits
+        if pooled:
+            q, blocks, parts = 1, 1, programs if laps == 1 else chosen.parts(p)
         sums = torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
         begin, _ = chain(x.device)
 
@@ -290,7 +291,7 @@ class _Train(torch.autograd.Function):
             backward.sweep[(programs,)](
                 x, dy, dx, None, gamma, statistics, partials, sums, None, inverse_m, counts, n, *chosen.extents(p, c),
                 chosen.run, chosen.splits, 1, numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False,
-                POOLED=pooled, SUM=first, DIFFERENTIATE=not first, SHARED=True, **chosen.rounds, **begin,
+                POOLED=pooled, SUM=first, DIFFERENTIATE=not first, SHARED=True, **chosen.in_laps, **begin,
                 **chosen.constants,
             )  # fmt: skip
 
@@ -298,8 +299,6 @@ class _Train(torch.autograd.Function):
         sweep(sums, dy, partials, True)
         message, rows = torch.split(summed(partials).view(-1), [2 * q * c, 2 * blocks * c])
         gradient, dx = parameters(rows, c, laps > 1), None
-        if pooled and not at_once:
-            message, q = summed(message.view(1, p, 2 * c)), 1
         if ctx.needs_input_grad[0]:
             message = synchronized.add_up(synchronized.fit(message.view(q, 2, c), (task.known,)), task)
             dx = torch.empty_like(x)

@@ -251,7 +251,8 @@ def parameter(pointer, c, C, default: tl.constexpr):
 
 @triton.jit
 def of_features(pointer, first, p, c, P, C, LAPS: tl.constexpr, TOUCHED: tl.constexpr, default: tl.constexpr):
-    """What there is for each feature, gamma, beta or a pooled statistic, for the columns of a tile.
+    """What there is for each feature, gamma, beta or a pooled statistic, for the columns of a tile; 0 where there is no
+    feature, and the default if there is no such thing.
 
     Of each lap that a tile has a part of, from its ``first`` position on, it is loaded once. For each column it would
     be loaded by other threads than have the column, and the compiler would move tiles between them.
@@ -264,20 +265,6 @@ def of_features(pointer, first, p, c, P, C, LAPS: tl.constexpr, TOUCHED: tl.cons
         for _ in tl.static_range(TOUCHED - 1):
             lap += 1
             value = tl.where(p // (P // LAPS) == lap, parameter(pointer, c * LAPS + lap, C * LAPS, default), value)
-    return value
-
-
-@triton.jit
-def of_columns(
-    pointer, first, p, c, P, C, ACROSS: tl.constexpr, POOLED: tl.constexpr, FULL: tl.constexpr, LAPS: tl.constexpr,
-    TOUCHED: tl.constexpr, default: tl.constexpr = 0.0,
-):  # fmt: skip
-    """What there is for each column, or ``POOLED`` for each feature."""
-    if POOLED and LAPS > 1:
-        value = of_features(pointer, first, p, c, P, C, LAPS, TOUCHED, default)
-    else:
-        at, inside = column(p, c, P, C, ACROSS, POOLED)
-        value = fetch(pointer + at, inside, FULL, default)
     return value
 
 

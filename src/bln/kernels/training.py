@@ -152,7 +152,7 @@ def _forward(
     forward.sweep[(chosen.blocks * chosen.splits,)](
         x, y, hidden, gamma, beta, statistics, partials, weight, n, *chosen.extents(p, c),
         chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone,
-        NORMALIZE=True, EARLY=chosen.early, **chosen.rounds, **(begin if alone else after), **chosen.constants,
+        NORMALIZE=True, EARLY=chosen.early, **chosen.in_laps, **(begin if alone else after), **chosen.constants,
     )  # fmt: skip
     _enter(remember, statistics, slabs, chosen, x.shape[0])
     return y, statistics
@@ -176,29 +176,32 @@ def measure(
     n, p, c, _, pooled = slabs
     eps, mix_eps, scale, inverse_m = numbers
     programs, laps = chosen.blocks * chosen.splits, chosen.laps
-    at_once = pooled and laps == 1
-    q, parts = (1, programs) if at_once else (p, chosen.splits)
-    partials = torch.empty(parts * q * (2 * c + 3), dtype=torch.float32, device=x.device)
+    q, parts = (1, programs) if pooled else (p, chosen.splits)
+    behind = 3 * parts * q  # columns
+    if pooled and laps > 1:
+        parts = chosen.parts(p)
+        behind = parts * laps + 2 * chosen.splits * p
+    partials = torch.empty(2 * parts * q * c + behind, dtype=torch.float32, device=x.device)
     hidden, _, weight = left or (None, None, inverse_m)
     begin, after = chain(x.device)
     rows = statistics if laps == 1 else torch.empty(2 * n * p * laps, dtype=torch.float32, device=x.device)
     forward.sweep[(programs,)](
         x, x, hidden, None, None, rows, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits, 1,
-        mix_eps, scale, eps, MASKED=left is not None, POOLED=at_once, MEASURE=True, NORMALIZE=False,
-        EARLY=chosen.early, **chosen.rounds, **begin, **chosen.constants,
+        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=True, NORMALIZE=False,
+        EARLY=chosen.early, **chosen.in_laps, **begin, **chosen.constants,
     )  # fmt: skip
     if laps > 1:
-        sharing.unite[(launch.cdiv(p, 4) * parts,)](
-            rows, statistics, partials, n, p, c, chosen.run, parts, laps, TILE=(launch.power_of_two(laps), 32, 1, 4),
-            EARLY=chosen.early, num_warps=4, **after,
+        sums = partials[-2 * chosen.splits * p :]
+        sharing.unite[(launch.cdiv(p, 4) * chosen.splits,)](
+            rows, statistics, sums, n, p, c, chosen.run, chosen.splits, laps,
+            TILE=(launch.power_of_two(laps), 32, 1, 4), EARLY=chosen.early, num_warps=4, **after,
         )  # fmt: skip
-    if pooled and not at_once:
-        joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
-        tile = _long(parts * p)
-        sharing.pool[(launch.cdiv(c, tile["BLOCK"]),)](
-            partials, joined, p, c, parts, EARLY=chosen.early, **tile, **after
-        )
-        return joined, 1
+        if pooled:
+            joined, tile = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device), _tall(parts)
+            sharing.pool[(launch.cdiv(c, tile["BLOCK"]),)](
+                partials, sums, joined, chosen.splits * p, c, parts, laps, EARLY=chosen.early, BR=4096, **tile, **after
+            )
+            return joined, 1
     while parts > most:
         tile = _tall(parts)
         groups = launch.cdiv(parts, tile["BS"])
@@ -242,8 +245,8 @@ def _backward(
     chosen = choose(slabs, x.element_size(), x.device, left is not None, True)
     eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
-    left_c = 2 * c * (chosen.flags if chosen.laps == 1 else 1 if pooled else p)
-    rows = torch.empty(left_c, dtype=torch.float32, device=x.device)
+    lines = chosen.flags if chosen.laps == 1 else 1 if pooled else p
+    rows = torch.empty(2 * c * lines, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
@@ -260,22 +263,19 @@ def _backward(
         backward.sweep[(programs,)](
             x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, *chosen.extents(p, c),
             chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
-            SUM=sum_, DIFFERENTIATE=differentiate, EARLY=chosen.early, **chosen.rounds,
+            SUM=sum_, DIFFERENTIATE=differentiate, EARLY=chosen.early, **chosen.in_laps,
             **(begin if sum_ else after), **chosen.constants,
         )  # fmt: skip
 
     if chosen.splits == laps == 1 and not pooled:
         sweep(sums, None, 1, True, True)
         return dx, parameters(rows, c, False)
-    at_once = pooled and laps == 1
-    q, parts = (1, programs) if at_once else (p, chosen.splits)
+    q, parts = (1, programs if laps == 1 else chosen.parts(p)) if pooled else (p, chosen.splits)
     partials = torch.empty(3, parts, q * c, dtype=torch.float32, device=x.device)
     sweep(sums, partials, 1, True, False)
     if laps > 1:
         sums = summed(sums, chosen.early)
-    if pooled and not at_once:
-        partials, parts = summed(partials.view(3, parts, c, p), chosen.early), 1
-    elif parts > _PARTS:
+    if parts > (1 if pooled and laps > 1 else _PARTS):
         partials, parts = summed(partials, chosen.early), 1
     sweep(sums, partials, parts, False, True)
     return dx, parameters(rows, c, laps > 1)
@@ -283,24 +283,21 @@ def _backward(
 
 def parameters(rows: Tensor, c: int, of_columns: bool) -> Tensor:
     """Gradients of gamma and beta, of what columns or blocks of positions give."""
-    return summed(rows.view(1, 1, 2 * c, -1) if of_columns else rows.view(1, -1, 2 * c)).view(2, c)
+    return summed(rows.view(1, 2 * c, -1) if of_columns else rows.view(1, -1, 2 * c), turned=of_columns).view(2, c)
 
 
-def summed(parts: Tensor, early: bool = False) -> Tensor:
-    """``[outer, number, width]`` summed over the number, or ``[outer, runs, width, run]`` over runs, always in the same
+def summed(parts: Tensor, early: bool = False, turned: bool = False) -> Tensor:
+    """``[outer, number, width]``, or turned ``[outer, width, number]``, summed over the number, always in the same
     order.
     """
-    (outer, number, width), run = parts.shape[:3], 1
-    if parts.dim() == 4:
-        run = parts.shape[3]
-        number *= run
+    outer, number, width = parts.mT.shape if turned else parts.shape
     if number == 1:
         return parts.view(outer, width)
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
-    tile = _tall(number) if run == 1 else _long(number)
+    tile = _long(number) if turned else _tall(number)
     _, after = chain(parts.device)
-    backward.add[(launch.cdiv(width, tile["BLOCK"]), outer)](
-        parts, total, number, width, run, TURNED=parts.dim() == 4, EARLY=early, **tile, **after
+    backward.add[(launch.cdiv(width, tile["BLOCK"]) * outer,)](
+        parts, total, number, width, TURNED=turned, EARLY=early, **tile, **after
     )
     return total
 
@@ -405,8 +402,10 @@ _train.register_autograd(_differentiate, setup_context=_keep)
 
 
 def statistics_size(n: int, p: int, c: int) -> int:
-    """Of the buffer that ``forward`` describes; in each lap, no more programs write than positions."""
-    return 2 * p * (c + n + 1) + p * launch.laps(p, c)
+    """Of the buffer that ``forward`` describes, with room for two programs for each position: there are up to 64 laps,
+    of blocks of 64.
+    """
+    return 2 * p * (c + n + 2)
 
 
 def in_type_of(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:

@@ -143,7 +143,7 @@ def main() -> None:
     build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4)}, ["shares", "sums"])
     build(sharing.pool, "pool", "*fp32", 16, {"EARLY": False, "BR": 4096, "BS": 1024, "BLOCK": 8}, ["sums", "pooled"])
     for turned in (False, True):
-        constants = {"TURNED": turned, "EARLY": False, "BS": 1024, "BLOCK": 8}
+        constants = {"TURNED": turned, "FLAT": turned, "EARLY": False, "BS": 1024, "BLOCK": 8}
         build(backward.add, "add", "*fp32", 8, constants, ["parts", "total"])
     for pooled in (True, False):
         build(synchronized.pack, "pack", "*fp32", 4, {"ACROSS": True, "POOLED": pooled, "BS": 256, "BLOCK": 8})

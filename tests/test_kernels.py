@@ -21,7 +21,7 @@ import tolerance
 from bln import kernels, native
 from bln.config import StatisticsConfig
 from bln.kernels import launch, sharing, slabs
-from bln.kernels.training import statistics_size
+from bln.kernels.training import statistics_size, summed
 from bln.population import Population
 from cases import Case, cases
 
@@ -275,6 +275,16 @@ def test_laps_and_blocks_that_overlap_where_ranks_are_asked(shape, per_position,
         )
     for name, ours in layer.population.named_buffers():
         torch.testing.assert_close(ours, getattr(alone.population, name), rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["", "flat"])
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("number", [3, 70])
+def test_sums_of_parts(number, turned, flat, monkeypatch):
+    monkeypatch.setattr("bln.kernels.training._GRID", 1 if flat else 10)
+    parts = torch.randn(4, number, 300, device=DEVICE)
+    found = summed(parts.mT.contiguous() if turned else parts, turned=turned)
+    torch.testing.assert_close(found, parts.sum(1), rtol=0, atol=1e-5)  # another order of 70 numbers
 
 
 @pytest.mark.parametrize("samples", [8, 64, 3000])

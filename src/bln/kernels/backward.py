@@ -398,17 +398,21 @@ def sweep(
 
 @triton.jit(do_not_specialize=["number", "width"])
 def add(
-    parts, total, number, width, TURNED: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    parts, total, number, width, TURNED: tl.constexpr, FLAT: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
     BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``[outer, number, width]``, ``TURNED`` ``[outer, width, number]``, over the number."""
+    """Sum ``[outer, number, width]``, ``TURNED`` ``[outer, width, number]``, over the number. ``FLAT``, the grid has
+    one dimension, since a second one would not be long enough.
+    """
     if EARLY:
         tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
-    blocks = tl.cdiv(width, BLOCK)
-    outer, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    block, outer = tl.program_id(0), tl.program_id(1)
+    if FLAT:
+        blocks = tl.cdiv(width, BLOCK)
+        block, outer = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    parts += outer * number * width
+    parts += outer.to(tl.int64) * number * width
     found = tl.zeros([1, BLOCK], tl.float32)
     for start in range(0, number, BS):
         row = start + tl.arange(0, BS)[:, None]
@@ -420,4 +424,4 @@ def add(
         found += tl.sum(values, 0, keep_dims=True)
     if not EARLY:
         tiles.begin_next(CHAINED)
-    tl.store(total + outer * width + at, found, mask=at < width)
+    tl.store(total + outer.to(tl.int64) * width + at, found, mask=at < width)

@@ -162,6 +162,8 @@ def _forward(
 # (64, 784, 128) across took 5.4 times a copy in float32, and with those of a launch between 3.4.
 _PARTS = 6
 
+_GRID = 2**16 - 1  # programs along the second dimension of one
+
 
 def measure(
     x: Tensor,
@@ -296,8 +298,9 @@ def summed(parts: Tensor, early: bool = False, turned: bool = False) -> Tensor:
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
     tile = _long(number) if turned else _tall(number)
     _, after = chain(parts.device)
-    backward.add[(launch.cdiv(width, tile["BLOCK"]) * outer,)](
-        parts, total, number, width, TURNED=turned, EARLY=early, **tile, **after
+    blocks, flat = launch.cdiv(width, tile["BLOCK"]), outer > _GRID
+    backward.add[(blocks * outer,) if flat else (blocks, outer)](
+        parts, total, number, width, TURNED=turned, FLAT=flat, EARLY=early, **tile, **after
     )
     return total
 

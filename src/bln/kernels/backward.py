@@ -52,6 +52,12 @@ def _batch_averages(total, dot_B, r_B, w_B, gamma, count):
 
 
 @triton.jit
+def _dgamma(dot_B, dot_F, s_B, w_F):
+    """Of column sums of dy times the distance to the batch mean, and times x_F."""
+    return s_B * dot_B + w_F * dot_F
+
+
+@triton.jit
 def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT: tl.constexpr):
     """dx as two multiplications and additions for each value; ``s`` are w / sigma, and in the batch's averages."""
     slope = gamma * s_F + gamma * s_B
@@ -98,7 +104,7 @@ def resident(
         s_B = w_B * r_B
         total, dot_B = reductions.fold(d), reductions.fold(d * (v - mean_B))
         dbeta += total
-        dgamma += s_B * dot_B + w_F * reductions.fold(along * r_F)
+        dgamma += _dgamma(dot_B, reductions.fold(along * r_F), s_B, w_F)
         total, dot_B = reductions.both_over_samples(total, dot_B, TILE, ACROSS, SIDE, False)
         flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, N)
         out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, g, SHORT)
@@ -221,7 +227,7 @@ def _store_pooled(
         sums, wide, step = (total, dot_B, dot_F, total), features.to(tl.int64), parts.to(tl.int64) * features
         if SHARED:
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, gamma, 1.0)
-            sums, wide, step = (flat_B, along_B, w_B * r_B * dot_B + w_F * dot_F, total), 4 * wide, wide
+            sums, wide, step = (flat_B, along_B, _dgamma(dot_B, dot_F, w_B * r_B, w_F), total), 4 * wide, wide
         to = partials + at * wide + c * LAPS + lap
         next_to = to + splits * wide
         in_column, in_next = (c < C) & (lap + c * 0 < LAPS), (c < C) & (lap + c * 0 < tl.where(empty, LAPS, 0))
@@ -241,7 +247,7 @@ def _store_features(rows, statistics, partials, w_B, w_F, C, eps):
         total = tl.load(partials + c, mask=c < C, other=0.0)
         dot_B = tl.load(partials + C + c, mask=c < C, other=0.0)
         dot_F = tl.load(partials + 2 * C + c, mask=c < C, other=0.0)
-        tl.store(rows + c, w_B * r_B * dot_B + w_F * dot_F, mask=c < C)
+        tl.store(rows + c, _dgamma(dot_B, dot_F, w_B * r_B, w_F), mask=c < C)
         tl.store(rows + C + c, total, mask=c < C)
 
 
@@ -345,7 +351,7 @@ def sweep(
                 tl.store(to, flat_B, mask=in_column)
                 tl.store(to + features, along_B, mask=in_column)
                 _store_parameters(
-                    partials + 2 * columns, block, s_B * dot_B + w_F * dot_F, total, p, c, P, C,
+                    partials + 2 * columns, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C,
                     BP, ACROSS, POOLED, LAPS,
                 )  # fmt: skip
             else:
@@ -385,7 +391,7 @@ def sweep(
             if split == 0:
                 if not POOLED or LAPS == 1:
                     _store_parameters(
-                        rows, block, s_B * dot_B + w_F * dot_F, total, p, c, P, C, BP, ACROSS, POOLED, LAPS
+                        rows, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C, BP, ACROSS, POOLED, LAPS
                     )
                 elif block == 0:
                     _store_features(rows, statistics, partials, w_B, w_F, features, eps)

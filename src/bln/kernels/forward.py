@@ -78,7 +78,7 @@ def _hold(
     s_B = w_B * g * tl.rsqrt(var_B + eps)
     s_F = w_F * tl.rsqrt(var_F + eps)
     tiles.put(y, tiles.transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT), real, FULL)
-    column, in_column = tiles.column_offset(p, folded, P, C, ACROSS), (p < P) & (folded < C)
+    column, in_column = tiles.column(p, folded, P, C, ACROSS, False)
     _store_columns(statistics, column, in_column, P.to(tl.int64) * C, mean_B, var_B, TILE, ACROSS, SIDE)
     tiles.store_pair(rows, row, mean_F, var_F, in_row, EVEN)
     return mean_B, var_B, mean, var, check, sum_var * 0.0

@@ -140,13 +140,13 @@ def merge(
     sums_var = tl.load(rows + 2 * parts * P, mask=wanted, other=0.0)
     means = tl.load(partials + part * columns + at, mask=there & inside, other=0.0)
     squares = tl.load(partials + (parts + part) * columns + at, mask=there & inside, other=0.0)
-    mean, square, _ = reductions.joined(means, squares, counts)
+    mean, square, count = reductions.joined(means, squares, counts)
     if not EARLY:
         tiles.begin_next(CHAINED)
     tl.store(joined + group * columns + at, mean, mask=inside)
     tl.store(joined + (groups + group) * columns + at, square, mask=inside)
     if first:
-        count, sum_mean, sum_var = tl.reduce((counts, sums_mean, sums_var), 0, reductions.plus, keep_dims=True)
+        sum_mean, sum_var = tl.sum(sums_mean, 0, keep_dims=True), tl.sum(sums_var, 0, keep_dims=True)
         to = joined + 2 * groups * columns + group * P + p
         tl.store(to, count, mask=real)
         tl.store(to + groups * P, sum_mean, mask=real)
@@ -196,29 +196,30 @@ def pool(
     partials, sums, pooled, number, C, parts, laps, CHAINED: tl.constexpr, EARLY: tl.constexpr,
     BR: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What ``store_pooled`` left as one partial result; each program has some features. The first one has the ``sums``
-    of rows, too, of which there are so many.
+    """What ``store_pooled`` left as one partial result; each program has some features, but the last one the ``sums`` of
+    rows, of which there are so many.
     """
     if EARLY:
         tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
-    columns = parts.to(tl.int64) * C
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    count = tl.zeros([1, BLOCK], tl.float32)
-    mean = tl.zeros([1, BLOCK], tl.float32)
-    square = tl.zeros([1, BLOCK], tl.float32)
-    for start in range(0, parts, BS):
-        part = (start + tl.arange(0, BS)[:, None]).to(tl.int64)
-        inside = (part < parts) & (c < C)
-        means = tl.load(partials + part * C + c, mask=inside, other=0.0)
-        squares = tl.load(partials + columns + part * C + c, mask=inside, other=0.0)
-        counts = tl.load(partials + 2 * columns + part * laps + c % laps, mask=inside, other=0.0)
-        some = reductions.joined(means, squares, counts)
-        mean, square, count = reductions.chan(mean, square, count, some[0], some[1], some[2])
-    tl.store(pooled + c, mean, mask=c < C)
-    tl.store(pooled + C + c, square, mask=c < C)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) < tl.num_programs(0) - 1:
+        columns = parts.to(tl.int64) * C
+        c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        count = tl.zeros([1, BLOCK], tl.float32)
+        mean = tl.zeros([1, BLOCK], tl.float32)
+        square = tl.zeros([1, BLOCK], tl.float32)
+        for start in range(0, parts, BS):
+            part = (start + tl.arange(0, BS)[:, None]).to(tl.int64)
+            inside = (part < parts) & (c < C)
+            means = tl.load(partials + part * C + c, mask=inside, other=0.0)
+            squares = tl.load(partials + columns + part * C + c, mask=inside, other=0.0)
+            counts = tl.load(partials + 2 * columns + part * laps + c % laps, mask=inside, other=0.0)
+            some = reductions.joined(means, squares, counts)
+            mean, square, count = reductions.chan(mean, square, count, some[0], some[1], some[2])
+        tl.store(pooled + c, mean, mask=c < C)
+        tl.store(pooled + C + c, square, mask=c < C)
         tl.store(pooled + 2 * C + c, count, mask=c == 0)
+    else:
         sum_mean = tl.zeros([BR], tl.float32)
         sum_var = tl.zeros([BR], tl.float32)
         for start in range(0, number, BR):

@@ -199,10 +199,13 @@ def measure(
             TILE=(launch.power_of_two(laps), 32, 1, 4), EARLY=chosen.early, num_warps=4, **after,
         )  # fmt: skip
         if pooled:
-            joined, tile = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device), _tall(parts)
-            sharing.pool[(launch.cdiv(c, tile["BLOCK"]),)](
-                partials, sums, joined, chosen.splits * p, c, parts, laps, EARLY=chosen.early, BR=4096, **tile, **after
-            )
+            joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
+            tall = min(128, launch.power_of_two(parts))
+            block = max(8, 512 // tall)
+            sharing.pool[(launch.cdiv(c, block) + 1,)](
+                partials, sums, joined, chosen.splits * p, c, parts, laps, EARLY=chosen.early,
+                BR=4096, BS=tall, BLOCK=block, num_warps=4, **after,
+            )  # fmt: skip
             return joined, 1
     while parts > most:
         tile = _tall(parts)

@@ -142,8 +142,8 @@ def main() -> None:
         build(sharing.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
     build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4)}, ["shares", "sums"])
     build(sharing.pool, "pool", "*fp32", 4, {"EARLY": False, "BR": 4096, "BS": 128, "BLOCK": 8}, ["sums", "pooled"])
-    for turned in (False, True):
-        constants = {"TURNED": turned, "FLAT": turned, "EARLY": False, "BS": 1024, "BLOCK": 8}
+    for flat in (False, True):
+        constants = {"FLAT": flat, "EARLY": False, "BS": 1024, "BLOCK": 8}
         build(backward.add, "add", "*fp32", 8, constants, ["parts", "total"])
     for pooled in (True, False):
         build(synchronized.pack, "pack", "*fp32", 4, {"ACROSS": True, "POOLED": pooled, "BS": 256, "BLOCK": 8})

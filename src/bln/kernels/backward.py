@@ -191,16 +191,15 @@ def _differentiate(
 
 @triton.jit
 def _store_parameters(
-    rows, block, dgamma, dbeta, p, c, P, C, BP: tl.constexpr, ACROSS: tl.constexpr, POOLED: tl.constexpr,
-    LAPS: tl.constexpr,
+    rows, block, dgamma, dbeta, p, c, P, C, positions, BP: tl.constexpr, ACROSS: tl.constexpr, POOLED: tl.constexpr,
+    LAPS: tl.constexpr, TOUCHED: tl.constexpr,
 ):  # fmt: skip
-    """What the columns of a tile give: each in several ``LAPS``, else those of a block together; ``POOLED``, each block
-    has what all give.
-    """
+    """What the columns of a block give together; ``POOLED``, each block has what all give."""
     if LAPS > 1:
-        to, inside = tiles.column(p, c, P, C, ACROSS, False)
-        tl.store(rows + to, dgamma, mask=inside)
-        tl.store(rows + P.to(tl.int64) * C + to, dbeta, mask=inside)
+        wide = 2 * (C * LAPS).to(tl.int64)
+        sharing.store_sums(
+            rows, (dgamma, dbeta), 2, wide, C * LAPS, block, 0, 1, p, c, P, C, positions, BP, LAPS, TOUCHED
+        )
     else:
         once = (p < P) & (p >= block * BP)  # not what is in two blocks
         if POOLED:
@@ -219,23 +218,19 @@ def _store_pooled(
     """The sums of all positions of a lap, for each that a program has a part of, ``[3, parts, C]``; ``SHARED``, what is
     made of them, ``[parts, 4, C]``.
     """
-    parts, features = splits * sharing.places(positions, BP, TOUCHED), C * LAPS
-    for number in tl.static_range(TOUCHED):
-        lap, its, at, empty = sharing.part_of_lap(
-            number, block, split, splits, p, P, positions, BP, LAPS, TOUCHED
+    features = (C * LAPS).to(tl.int64)
+    if SHARED:
+        flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, gamma, 1.0)
+        sums = flat_B, along_B, _dgamma(dot_B, dot_F, w_B * r_B, w_F), total
+        sharing.store_sums(
+            partials, sums, 4, 4 * features, features, block, split, splits, p, c, P, C, positions, BP, LAPS, TOUCHED
+        )
+    else:
+        step = splits * sharing.places(positions, BP, TOUCHED) * features
+        sharing.store_sums(
+            partials, (total, dot_B, dot_F), 3, features, step, block, split, splits, p, c, P, C, positions,
+            BP, LAPS, TOUCHED,
         )  # fmt: skip
-        sums, wide, step = (total, dot_B, dot_F, total), features.to(tl.int64), parts.to(tl.int64) * features
-        if SHARED:
-            flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, gamma, 1.0)
-            sums, wide, step = (flat_B, along_B, _dgamma(dot_B, dot_F, w_B * r_B, w_F), total), 4 * wide, wide
-        to = partials + at * wide + c * LAPS + lap
-        next_to = to + splits * wide
-        in_column, in_next = (c < C) & (lap + c * 0 < LAPS), (c < C) & (lap + c * 0 < tl.where(empty, LAPS, 0))
-        for row in tl.static_range(4 if SHARED else 3):
-            value = tl.sum(tl.where(its, sums[row], 0.0), tiles.LANES, keep_dims=True)
-            tl.store(to + row * step, value, mask=in_column)
-            if TOUCHED > 1:
-                tl.store(next_to + row * step, value * 0.0, mask=in_next)
 
 
 @triton.jit
@@ -342,7 +337,7 @@ def sweep(
             if POOLED:
                 split, splits, block, lines = tl.program_id(0), tl.num_programs(0), block * 0, 1
             elif LAPS > 1:
-                lines = positions
+                lines = sharing.places(positions, BP, TOUCHED)
             if SHARED:
                 partials += split * 2 * (columns + lines * features)
                 feature, in_column = _feature(p, q, Q, folded, P, C, positions, LAPS)
@@ -351,8 +346,8 @@ def sweep(
                 tl.store(to, flat_B, mask=in_column)
                 tl.store(to + features, along_B, mask=in_column)
                 _store_parameters(
-                    partials + 2 * columns, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C,
-                    BP, ACROSS, POOLED, LAPS,
+                    partials + 2 * columns, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C, positions,
+                    BP, ACROSS, POOLED, LAPS, TOUCHED,
                 )  # fmt: skip
             else:
                 column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED)
@@ -391,8 +386,9 @@ def sweep(
             if split == 0:
                 if not POOLED or LAPS == 1:
                     _store_parameters(
-                        rows, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C, BP, ACROSS, POOLED, LAPS
-                    )
+                        rows, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C, positions,
+                        BP, ACROSS, POOLED, LAPS, TOUCHED,
+                    )  # fmt: skip
                 elif block == 0:
                     _store_features(rows, statistics, partials, w_B, w_F, features, eps)
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
@@ -404,11 +400,11 @@ def sweep(
 
 @triton.jit(do_not_specialize=["number", "width"])
 def add(
-    parts, total, number, width, TURNED: tl.constexpr, FLAT: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
-    BS: tl.constexpr, BLOCK: tl.constexpr,
+    parts, total, number, width, FLAT: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr, BS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``[outer, number, width]``, ``TURNED`` ``[outer, width, number]``, over the number. ``FLAT``, the grid has
-    one dimension, since a second one would not be long enough.
+    """Sum ``[outer, number, width]`` over the number. ``FLAT``, the grid has one dimension, since a second one would
+    not be long enough.
     """
     if EARLY:
         tiles.begin_next(CHAINED)
@@ -422,10 +418,7 @@ def add(
     found = tl.zeros([1, BLOCK], tl.float32)
     for start in range(0, number, BS):
         row = start + tl.arange(0, BS)[:, None]
-        if TURNED:
-            of = parts + at.to(tl.int64) * number + row
-        else:
-            of = parts + row.to(tl.int64) * width + at
+        of = parts + row.to(tl.int64) * width + at
         values = tl.load(of, mask=(row < number) & (at < width), other=0.0)
         found += tl.sum(values, 0, keep_dims=True)
     if not EARLY:

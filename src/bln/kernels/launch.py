@@ -153,9 +153,9 @@ class Launch:
             "enable_fp_fusion": True,
         }
 
-    def parts(self, p: int) -> int:
-        """Of pooled results in laps: the blocks that one may be in, times splits. See ``sharing``."""
-        return (cdiv(p, self.positions) + (self.touched > 1)) * self.splits
+    def places(self, p: int) -> int:
+        """Blocks that a lap may be in. See ``sharing``."""
+        return cdiv(p, self.positions) + (self.touched > 1)
 
     @property
     def flags(self) -> int:
@@ -385,11 +385,11 @@ _ROWS = {
     ],
     (True, 4): [
         (128, 2, 8, 16, 4, 8), (256, 4, 8, 16, 3, 3), (512, 2, 16, 32, 5, 2), (1024, 2, 16, 16, 4, 4),
-        (2048, 4, 16, 16, 5, 2), (FEATURES, 4, 32, 32, 4, 1),
+        (2048, 4, 16, 16, 5, 2), (4096, 8, 16, 16, 5, 1), (FEATURES, 4, 32, 32, 4, 1),
     ],
     (True, 2): [
         (128, 4, 8, 16, 4, 3), (256, 2, 8, 16, 4, 4), (512, 2, 16, 16, 3, 2), (1024, 2, 16, 16, 4, 4),
-        (2048, 4, 16, 16, 5, 2), (FEATURES, 4, 32, 32, 4, 1),
+        (2048, 4, 16, 16, 5, 2), (4096, 8, 16, 16, 5, 1), (FEATURES, 4, 32, 32, 4, 1),
     ],
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ They are means and squares of columns ``[parts, P, C]``, then counts and sums of
 
 Where features are in laps, ``unite`` makes rows. Pooled, a program has parts of some laps, and leaves what it found for
 each: means and squares of features ``[parts, C]``, and counts ``[parts, laps]``, a lap being in so many blocks, times
-splits, at most. ``pool`` joins them.
+splits, at most. ``pool`` joins them. Sums over columns, of which gradients are made, are left in the same manner.
 """
 
 from __future__ import annotations
@@ -103,6 +103,26 @@ def store_pooled(
 
 
 @triton.jit
+def store_sums(
+    to, columns, ROWS: tl.constexpr, wide, step, block, split, splits, p, c, P, C, positions, BP: tl.constexpr,
+    LAPS: tl.constexpr, TOUCHED: tl.constexpr,
+):  # fmt: skip
+    """So many things of columns, summed over all positions of a lap, for each lap a program has a part of: parts
+    ``wide`` apart, and things ``step``.
+    """
+    for number in tl.static_range(TOUCHED):
+        lap, its, at, empty = part_of_lap(number, block, split, splits, p, P, positions, BP, LAPS, TOUCHED)
+        here = to + at * wide + c * LAPS + lap
+        there = here + splits * wide
+        in_column, in_next = (c < C) & (lap + c * 0 < LAPS), (c < C) & (lap + c * 0 < tl.where(empty, LAPS, 0))
+        for row in tl.static_range(ROWS):
+            total = tl.sum(tl.where(its, columns[row], 0.0), tiles.LANES, keep_dims=True)
+            tl.store(here + row * step, total, mask=in_column)
+            if TOUCHED > 1:
+                tl.store(there + row * step, total * 0.0, mask=in_next)
+
+
+@triton.jit
 def places(positions, BP: tl.constexpr, TOUCHED: tl.constexpr):
     """Blocks that a lap may be in."""
     return tl.cdiv(positions, BP) + (0 if TOUCHED == 1 else 1)
@@ -196,8 +216,8 @@ def pool(
     partials, sums, pooled, number, C, parts, laps, CHAINED: tl.constexpr, EARLY: tl.constexpr,
     BR: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What ``store_pooled`` left as one partial result; each program has some features, but the last one the ``sums`` of
-    rows, of which there are so many.
+    """What ``store_pooled`` left as one partial result. Each program has some features, but the last one the ``sums``
+    of rows, of which there are so many.
     """
     if EARLY:
         tiles.begin_next(CHAINED)

@@ -281,9 +281,9 @@ class _Train(torch.autograd.Function):
         chosen = choose(slabs, x.element_size(), x.device, False, True, alone=False)
         programs = chosen.blocks * chosen.splits
         laps = chosen.laps
-        q, blocks, parts = p, chosen.blocks if laps == 1 else p, chosen.splits
+        q, blocks, parts = p, chosen.blocks if laps == 1 else chosen.places(p), chosen.splits
         if pooled:
-            q, blocks, parts = 1, 1, programs if laps == 1 else chosen.parts(p)
+            q, blocks, parts = 1, 1, programs if laps == 1 else chosen.places(p) * chosen.splits
         sums = torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
         begin, _ = chain(x.device)
 
@@ -298,7 +298,7 @@ class _Train(torch.autograd.Function):
         partials = torch.empty(1, parts, 2 * c * (q + blocks), dtype=torch.float32, device=x.device)
         sweep(sums, dy, partials, True)
         message, rows = torch.split(summed(partials).view(-1), [2 * q * c, 2 * blocks * c])
-        gradient, dx = parameters(rows, c, laps > 1), None
+        gradient, dx = parameters(rows, c), None
         if ctx.needs_input_grad[0]:
             message = synchronized.add_up(synchronized.fit(message.view(q, 2, c), (task.known,)), task)
             dx = torch.empty_like(x)

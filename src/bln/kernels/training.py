@@ -181,7 +181,7 @@ def measure(
     q, parts = (1, programs) if pooled else (p, chosen.splits)
     behind = 3 * parts * q  # columns
     if pooled and laps > 1:
-        parts = chosen.parts(p)
+        parts = chosen.places(p) * chosen.splits
         behind = parts * laps + 2 * chosen.splits * p
     partials = torch.empty(2 * parts * q * c + behind, dtype=torch.float32, device=x.device)
     hidden, _, weight = left or (None, None, inverse_m)
@@ -194,9 +194,11 @@ def measure(
     )  # fmt: skip
     if laps > 1:
         sums = partials[-2 * chosen.splits * p :]
-        sharing.unite[(launch.cdiv(p, 4) * chosen.splits,)](
+        samples = min(32, launch.power_of_two(chosen.run))
+        shape = launch.power_of_two(laps), samples, 1, 128 // samples
+        sharing.unite[(launch.cdiv(p, shape[-1]) * chosen.splits,)](
             rows, statistics, sums, n, p, c, chosen.run, chosen.splits, laps,
-            TILE=(launch.power_of_two(laps), 32, 1, 4), EARLY=chosen.early, num_warps=4, **after,
+            TILE=shape, EARLY=chosen.early, num_warps=4, **after,
         )  # fmt: skip
         if pooled:
             joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
@@ -228,13 +230,6 @@ def _tall(number: int) -> dict[str, int]:
     return {"BS": rows, "BLOCK": min(8, 8192 // rows), "num_warps": max(1, min(16, rows // 64))}
 
 
-def _long(number: int) -> dict[str, int]:
-    """The same, where rows lie side by side."""
-    rows = min(4096, launch.power_of_two(number))
-    columns = max(1, min(8, 4096 // rows))
-    return {"BS": rows, "BLOCK": columns, "num_warps": max(1, min(8, rows * columns // 512))}
-
-
 def _backward(
     x: Tensor,
     dy: Tensor,
@@ -250,14 +245,14 @@ def _backward(
     chosen = choose(slabs, x.element_size(), x.device, left is not None, True)
     eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
-    lines = chosen.flags if chosen.laps == 1 else 1 if pooled else p
+    lines = chosen.flags if chosen.laps == 1 else 1 if pooled else chosen.places(p)
     rows = torch.empty(2 * c * lines, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
             **begin, **chosen.constants,
         )  # fmt: skip
-        return dx, parameters(rows, c, False)
+        return dx, parameters(rows, c)
 
     hidden, counts, weight = left or (None, None, inverse_m)
     programs = chosen.blocks * chosen.splits
@@ -274,8 +269,8 @@ def _backward(
 
     if chosen.splits == laps == 1 and not pooled:
         sweep(sums, None, 1, True, True)
-        return dx, parameters(rows, c, False)
-    q, parts = (1, programs if laps == 1 else chosen.parts(p)) if pooled else (p, chosen.splits)
+        return dx, parameters(rows, c)
+    q, parts = (1, programs if laps == 1 else chosen.places(p) * chosen.splits) if pooled else (p, chosen.splits)
     partials = torch.empty(3, parts, q * c, dtype=torch.float32, device=x.device)
     sweep(sums, partials, 1, True, False)
     if laps > 1:
@@ -283,27 +278,25 @@ def _backward(
     if parts > (1 if pooled and laps > 1 else _PARTS):
         partials, parts = summed(partials, chosen.early), 1
     sweep(sums, partials, parts, False, True)
-    return dx, parameters(rows, c, laps > 1)
+    return dx, parameters(rows, c)
 
 
-def parameters(rows: Tensor, c: int, of_columns: bool) -> Tensor:
-    """Gradients of gamma and beta, of what columns or blocks of positions give."""
-    return summed(rows.view(1, 2 * c, -1) if of_columns else rows.view(1, -1, 2 * c), turned=of_columns).view(2, c)
+def parameters(rows: Tensor, c: int) -> Tensor:
+    """Gradients of gamma and beta, of what blocks of positions give."""
+    return summed(rows.view(1, -1, 2 * c)).view(2, c)
 
 
-def summed(parts: Tensor, early: bool = False, turned: bool = False) -> Tensor:
-    """``[outer, number, width]``, or turned ``[outer, width, number]``, summed over the number, always in the same
-    order.
-    """
-    outer, number, width = parts.mT.shape if turned else parts.shape
+def summed(parts: Tensor, early: bool = False) -> Tensor:
+    """``[outer, number, width]``, summed over the number, always in the same order."""
+    outer, number, width = parts.shape
     if number == 1:
         return parts.view(outer, width)
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
-    tile = _long(number) if turned else _tall(number)
+    tile = _tall(number)
     _, after = chain(parts.device)
     blocks, flat = launch.cdiv(width, tile["BLOCK"]), outer > _GRID
     backward.add[(blocks * outer,) if flat else (blocks, outer)](
-        parts, total, number, width, TURNED=turned, FLAT=flat, EARLY=early, **tile, **after
+        parts, total, number, width, FLAT=flat, EARLY=early, **tile, **after
     )
     return total
 

@@ -301,18 +301,26 @@ def training(
 
     if across:
         # 64 positions for each program, no more programs than run at a time, and two tiles under way beside the one
-        # worked on: (128, 3136, 64) takes 2.1 times a copy so, 2.4 with none or three, 2.6 with 32 positions. Each
-        # program leaves partial results as large as a slab, so of smaller inputs there are half as many. But not
-        # backward in bfloat16, nor in laps, whose slabs are half as large. Two samples at a time, where registers are
-        # not short: (64, 784, 256) takes 2.8 so, backward 2.6 times an addition, with one 3.4 and 3.1.
+        # worked on: (128, 3136, 64) takes 2.1 times a copy so, 2.4 with none, 2.6 with 32 positions. Each program
+        # leaves partial results as large as a slab, so of smaller inputs there are half as many. But not backward in
+        # bfloat16, nor in laps, whose slabs are half as large. Two samples at a time, where registers are not short:
+        # (64, 784, 256) takes 2.8 so, backward 2.6 times an addition, with one 3.4 and 3.1. Of large inputs in bfloat16
+        # more is under way: (32, 12544, 64) takes 1.9 with one sample and six tiles, 2.1 with two and three;
+        # (64, 784, 256) 2.6 with five, 2.8 with three.
         number = laps(p, c)
-        two = not backward or itemsize == 2 if number > 1 else features < 64 or (itemsize == 2 and not backward)
+        large, light = n * p * c > 2**24, itemsize == 2 and not backward
+        two = not backward or itemsize == 2 if number > 1 else features < 64 or (light and not large)
         samples = 2 if two else 1
         positions, side = 64, gcd(number * p, 4)
-        most = 2 if n * p * c > 2**24 or (backward and itemsize == 2) or number > 1 else 1
+        most = 2 if large or (backward and itemsize == 2) or number > 1 else 1
         tile, warps = arrange_across(c // number, min(samples, power_of_two(n)), positions, side)
         splits = max(1, most * processors // _blocks(p, positions, number)[0])
-        stages = 1 if masked else fitting(4 if most == 1 and itemsize == 4 else 3, 2 * size * prod(tile), shared)
+        stages = 4 if most == 1 and itemsize == 4 else 3
+        if light and number > 1 and n * p * c > 2**23:
+            stages = 5
+        elif light and large and features == 64:
+            stages = 6
+        stages = 1 if masked else fitting(stages, 2 * size * prod(tile), shared)
         return swept(
             n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits, stages=stages,
             laps=number, pooled=pooled,
@@ -345,6 +353,8 @@ def training(
         held, warps, values, stages = 8, 4, 32, 3
     elif c == 1024 and not (backward or split):  # (32, 512, 1024) takes 1.73 so, 1.78 with half the values
         values, stages = (64, 3) if itemsize == 2 else (32, 5)
+    elif backward and features == 1024 and itemsize == 4 and not split:
+        warps, values, stages = 4, 32, 6  # (32, 512, 1024) takes 1.6 so, 1.7 with half of all
     else:
         values = max(held, 32 if features <= (512 if backward else 1024) else 16)
     if split:
@@ -352,9 +362,16 @@ def training(
             values = 32  # (128, 49, 2048) takes 2.1 so, 2.4 with one row at a time
         elif features > 512:
             values = held
+        # Each program leaves partial results, so there are few, and each has some rows: (256, 49, 512) takes 1.8 times
+        # a copy with two for each multiprocessor in float32, 2.2 with six; (64, 16, 1024) takes 2.3 times an addition
+        # with four rows or more for each, 3.7 with two. But (256, 100, 768) takes 1.8 with six, 2.4 with two.
+        many = n * p * c > 2**23 and (features == 1024 or (itemsize == 2 and features <= 256))
+        most, least = 6 if many else 2, 8 if features > 1024 else 4 if backward else 1
         if backward:
-            stages = 3 if itemsize == 4 else 5 if features > 1024 else 4
-        splits = max(1, (6 if features <= 1024 else 2) * processors // p)
+            stages = 5 if features > 1024 else 3 if itemsize == 4 else 4
+            if features > (1024 if itemsize == 4 else 2048) and 2 * p <= processors:
+                most = 1  # (128, 49, 2048) takes 1.7 times an addition so in float32, else 1.8
+        splits = max(1, min(most * processors // p, n // least))
     tile, side = arrange(n, c, warps, values, held, side)
     stages = 1 if masked else fitting(stages, size * prod(tile), shared)
     return swept(n, p, c, tile, across=False, masked=masked, side=side, warps=warps, splits=splits, stages=stages)

@@ -305,21 +305,22 @@ def training(
         # leaves partial results as large as a slab, so of smaller inputs there are half as many. But not backward in
         # bfloat16, nor in laps, whose slabs are half as large. Two samples at a time, where registers are not short:
         # (64, 784, 256) takes 2.8 so, backward 2.6 times an addition, with one 3.4 and 3.1. Of large inputs in bfloat16
-        # more is under way: (32, 12544, 64) takes 1.9 with one sample and six tiles, 2.1 with two and three;
-        # (64, 784, 256) 2.6 with five, 2.8 with three.
+        # more is under way: (32, 12544, 64) takes 1.9 with tiles of one sample, five of them ahead, 2.1 with two and
+        # two, but pooled 2.06 and 2.03; (64, 784, 256) 2.6 with four ahead, 2.8 with two.
         number = laps(p, c)
         large, light = n * p * c > 2**24, itemsize == 2 and not backward
-        two = not backward or itemsize == 2 if number > 1 else features < 64 or (light and not large)
+        ahead = light and large and features == 64 and not pooled
+        two = not backward or itemsize == 2 if number > 1 else features < 64 or (light and not ahead)
         samples = 2 if two else 1
         positions, side = 64, gcd(number * p, 4)
         most = 2 if large or (backward and itemsize == 2) or number > 1 else 1
         tile, warps = arrange_across(c // number, min(samples, power_of_two(n)), positions, side)
         splits = max(1, most * processors // _blocks(p, positions, number)[0])
         stages = 4 if most == 1 and itemsize == 4 else 3
-        if light and number > 1 and n * p * c > 2**23:
-            stages = 5
-        elif light and large and features == 64:
+        if ahead:
             stages = 6
+        elif light and number > 1 and n * p * c > 2**23:
+            stages = 5
         stages = 1 if masked else fitting(stages, 2 * size * prod(tile), shared)
         return swept(
             n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits, stages=stages,

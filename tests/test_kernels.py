@@ -249,6 +249,23 @@ def test_what_one_feature_of_a_lap_alone_meets():
     assert not population.updates.any()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
+@pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
+def test_an_infinite_gradient_of_a_lap(per_position):
+    """Places that no program has are 0 whatever comes: the gradient of beta is the sum, as it is for other features."""
+    x, gamma, beta = (
+        torch.randn(2, 66, 36, device=DEVICE),
+        torch.ones(66, device=DEVICE),
+        torch.zeros(66, device=DEVICE),
+    )
+    options = {"eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
+    y, _ = kernels.train(x, gamma, beta.requires_grad_(), channel_dim=1, per_position=per_position, **options)
+    dy = torch.randn(2, 66, 36, device=DEVICE)
+    dy[0, ::7, 3] = torch.inf
+    (found,) = torch.autograd.grad(y, beta, dy)
+    torch.testing.assert_close(found, dy.sum((0, 2)), rtol=0, atol=1e-4)  # 72 terms of 24 bits
+
+
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
 @pytest.mark.parametrize("shape", [(5, 70, 9, 8), (5, 3, 1, 67), (5, 192, 5, 7)])
 def test_laps_and_blocks_that_overlap_where_ranks_are_asked(shape, per_position, chosen, monkeypatch, anew):

@@ -194,7 +194,9 @@ def _store_parameters(
     rows, block, dgamma, dbeta, p, c, P, C, positions, BP: tl.constexpr, ACROSS: tl.constexpr, POOLED: tl.constexpr,
     LAPS: tl.constexpr, TOUCHED: tl.constexpr,
 ):  # fmt: skip
-    """What the columns of a block give together; ``POOLED``, each block has what all give."""
+    """What the columns of a block give together, in ``LAPS`` those of each one; ``POOLED``, each block has what all
+    give.
+    """
     if LAPS > 1:
         wide = 2 * (C * LAPS).to(tl.int64)
         sharing.store_sums(
@@ -290,8 +292,8 @@ def sweep(
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
 
-    In several ``LAPS``, the first sweep leaves shares of ``sums``; ``rows`` is what each column gives, ``[2, C, P]``,
-    or ``POOLED`` what all of them give.
+    In several ``LAPS``, the first sweep leaves shares of ``sums``; ``rows`` is what each block gives of each lap, see
+    ``sharing.store_sums``, or ``POOLED`` what all columns give.
     """
     if DIFFERENTIATE or EARLY:
         tiles.begin_next(CHAINED)

@@ -157,6 +157,10 @@ class Launch:
         """Blocks that a lap may be in. See ``sharing``."""
         return cdiv(p, self.positions) + (self.touched > 1)
 
+    def parts(self, p: int) -> int:
+        """Of pooled results in laps."""
+        return self.places(p) * self.splits
+
     @property
     def flags(self) -> int:
         """Programs along positions: each says whether what it met is finite, or leaves a row of gradients."""
@@ -309,7 +313,7 @@ def training(
         # two, but pooled 2.06 and 2.03; (64, 784, 256) 2.6 with four ahead, 2.8 with two.
         number = laps(p, c)
         large, light = n * p * c > 2**24, itemsize == 2 and not backward
-        ahead = light and large and features == 64 and not pooled
+        ahead = light and large and features == 64 and not (masked or pooled)
         two = not backward or itemsize == 2 if number > 1 else features < 64 or (light and not ahead)
         samples = 2 if two else 1
         positions, side = 64, gcd(number * p, 4)
@@ -363,16 +367,18 @@ def training(
             values = 32  # (128, 49, 2048) takes 2.1 so, 2.4 with one row at a time
         elif features > 512:
             values = held
-        # Each program leaves partial results, so there are few, and each has some rows: (256, 49, 512) takes 1.8 times
-        # a copy with two for each multiprocessor in float32, 2.2 with six; (64, 16, 1024) takes 2.3 times an addition
-        # with four rows or more for each, 3.7 with two. But (256, 100, 768) takes 1.8 with six, 2.4 with two.
+        # Each program leaves partial results. If slabs are few, so are programs: (256, 49, 512) takes 1.8 times a copy
+        # with two for each multiprocessor in float32, 2.2 with six. But (256, 100, 768) takes 1.8 with six, 2.4 with
+        # two. And each has some rows: (64, 16, 1024) takes 2.3 times an addition with four or more, 3.7 with two.
         many = n * p * c > 2**23 and (features == 1024 or (itemsize == 2 and features <= 256))
-        most, least = 6 if many else 2, 8 if features > 1024 else 4 if backward else 1
+        most = 6 if features <= 1024 and (many or p >= processors) else 2
         if backward:
             stages = 5 if features > 1024 else 3 if itemsize == 4 else 4
-            if features > (1024 if itemsize == 4 else 2048) and 2 * p <= processors:
+            filled = processors // p * p >= 0.7 * processors
+            if (1024 if itemsize == 4 else 2048) < features <= 4096 and filled:
                 most = 1  # (128, 49, 2048) takes 1.7 times an addition so in float32, else 1.8
-        splits = max(1, min(most * processors // p, n // least))
+        some = n // (8 if features > 1024 else 4 if backward else 1)
+        splits = max(1, min(most * processors // p, max(some, processors // p), n))
     tile, side = arrange(n, c, warps, values, held, side)
     stages = 1 if masked else fitting(stages, size * prod(tile), shared)
     return swept(n, p, c, tile, across=False, masked=masked, side=side, warps=warps, splits=splits, stages=stages)

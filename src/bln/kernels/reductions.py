@@ -219,7 +219,9 @@ def chan(mean, square, count, other_mean, other_square, other_count):
 
 @triton.jit
 def joined(means, squares, counts):
-    """Many parts, along the first dimension, as one: ``chan`` without a division for each two."""
+    """Many parts, along the first dimension, as one: the mean of their means, weighed by counts, and the squares around
+    it. A reduction by ``chan`` would divide for each two.
+    """
     count = tl.sum(counts, 0, keep_dims=True)
     mean = tl.sum(counts * means, 0, keep_dims=True) / tl.maximum(count, 1.0)
     moved = means - mean

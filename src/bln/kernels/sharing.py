@@ -57,7 +57,7 @@ def part_of_lap(
     TOUCHED: tl.constexpr,
 ):  # fmt: skip
     """One of the laps that a block has a part of: which it is, or ``LAPS``; the positions that are in the block for the
-    first time; where their results are among the parts, and whether the next place stays empty.
+    first time; where their results are among the parts, and whether no program has the next place.
     """
     if TOUCHED == 1:
         blocks = tl.cdiv(positions, BP)
@@ -67,7 +67,7 @@ def part_of_lap(
         begin = block * BP
         lap = begin // positions + number
         at = block - lap * positions // BP
-        empty = (block == ((lap + 1) * positions - 1) // BP) & (at + 1 < tl.cdiv(positions, BP) + 1)
+        empty = (block == ((lap + 1) * positions - 1) // BP) & (at + 1 < places(positions, BP, TOUCHED))
         if number > 0:
             lap = tl.where(lap * positions < begin + BP, lap, LAPS)
     return lap, (p >= begin) & (p < P) & (p // positions == lap), at * splits + split, empty
@@ -91,9 +91,9 @@ def store_pooled(
         its_square = tl.sum(squares, tiles.LANES, keep_dims=True)
         for more in tl.static_range(1 if TOUCHED == 1 else 2):
             last = LAPS
-            if more == 1:  # what does not stay empty
-                its_count, its_mean, its_square, at = its_count * 0.0, its_mean * 0.0, its_square * 0.0, at + splits
-                last = tl.where(empty, LAPS, 0)
+            if more == 1:  # 0, where no program has the next place
+                its_count, its_mean = tl.zeros(its_count.shape, tl.float32), tl.zeros(its_mean.shape, tl.float32)
+                its_square, at, last = its_mean, at + splits, tl.where(empty, LAPS, 0)
             in_column = (c < C) & (lap + c * 0 < last)
             to = partials + at.to(tl.int64) * features + c * LAPS + lap
             tl.store(to, its_mean, mask=in_column)
@@ -107,8 +107,8 @@ def store_sums(
     to, columns, ROWS: tl.constexpr, wide, step, block, split, splits, p, c, P, C, positions, BP: tl.constexpr,
     LAPS: tl.constexpr, TOUCHED: tl.constexpr,
 ):  # fmt: skip
-    """So many things of columns, summed over all positions of a lap, for each lap a program has a part of: parts
-    ``wide`` apart, and things ``step``.
+    """Of so many quantities that columns have, the sums over all positions of a lap, for each that a program has a
+    part of; and 0 where no program has one. Parts lie ``wide`` apart, quantities ``step``.
     """
     for number in tl.static_range(TOUCHED):
         lap, its, at, empty = part_of_lap(number, block, split, splits, p, P, positions, BP, LAPS, TOUCHED)
@@ -119,7 +119,7 @@ def store_sums(
             total = tl.sum(tl.where(its, columns[row], 0.0), tiles.LANES, keep_dims=True)
             tl.store(here + row * step, total, mask=in_column)
             if TOUCHED > 1:
-                tl.store(there + row * step, total * 0.0, mask=in_next)
+                tl.store(there + row * step, tl.zeros(total.shape, tl.float32), mask=in_next)
 
 
 @triton.jit

@@ -283,7 +283,7 @@ class _Train(torch.autograd.Function):
         laps = chosen.laps
         q, blocks, parts = p, chosen.blocks if laps == 1 else chosen.places(p), chosen.splits
         if pooled:
-            q, blocks, parts = 1, 1, programs if laps == 1 else chosen.places(p) * chosen.splits
+            q, blocks, parts = 1, 1, programs if laps == 1 else chosen.parts(p)
         sums = torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
         begin, _ = chain(x.device)
 

@@ -181,7 +181,7 @@ def measure(
     q, parts = (1, programs) if pooled else (p, chosen.splits)
     behind = 3 * parts * q  # columns
     if pooled and laps > 1:
-        parts = chosen.places(p) * chosen.splits
+        parts = chosen.parts(p)
         behind = parts * laps + 2 * chosen.splits * p
     partials = torch.empty(2 * parts * q * c + behind, dtype=torch.float32, device=x.device)
     hidden, _, weight = left or (None, None, inverse_m)
@@ -270,7 +270,7 @@ def _backward(
     if chosen.splits == laps == 1 and not pooled:
         sweep(sums, None, 1, True, True)
         return dx, parameters(rows, c)
-    q, parts = (1, programs if laps == 1 else chosen.places(p) * chosen.splits) if pooled else (p, chosen.splits)
+    q, parts = (1, programs if laps == 1 else chosen.parts(p)) if pooled else (p, chosen.splits)
     partials = torch.empty(3, parts, q * c, dtype=torch.float32, device=x.device)
     sweep(sums, partials, 1, True, False)
     if laps > 1:

@@ -105,8 +105,10 @@ def as_it_came(y: Tensor, x: Tensor, channel_dim: int) -> Tensor:
 
 def beside(dy: Tensor, x: Tensor, slabs: Slabs, channel_dim: int) -> Tensor:
     """Gradients, lying as the input does."""
+    if dy.stride() == x.stride():
+        return dy
     second, last = dy.movedim(channel_dim, 1), dy.movedim(channel_dim, -1)
-    if dy.stride() == x.stride() or (second if slabs.across else last).is_contiguous():
+    if (second if slabs.across else last).is_contiguous():
         return dy
     if (last if slabs.across else second).is_contiguous():
         return turned(last.flatten(1, -2) if slabs.across else second.flatten(2))

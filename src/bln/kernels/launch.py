@@ -310,7 +310,7 @@ def training(
         # bfloat16, nor in laps, whose slabs are half as large. Two samples at a time, where registers are not short:
         # (64, 784, 256) takes 2.8 so, backward 2.6 times an addition, with one 3.4 and 3.1. Of large inputs in bfloat16
         # more is under way: (32, 12544, 64) takes 1.9 with tiles of one sample, five of them ahead, 2.1 with two and
-        # two, but pooled 2.06 and 2.03; (64, 784, 256) 2.6 with four ahead, 2.8 with two.
+        # two, but (128, 3136, 64) pooled 1.94 and 1.86; (64, 784, 256) takes 2.6 with four ahead, 2.8 with two.
         number = laps(p, c)
         large, light = n * p * c > 2**24, itemsize == 2 and not backward
         ahead = light and large and features == 64 and not (masked or pooled)

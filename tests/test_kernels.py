@@ -160,6 +160,8 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
         pooled_at_once = seen["pooled"] and each.laps == 1
         assert p % each.positions == 0 or not (each.even and pooled_at_once)  # no position counts twice
         assert 2 * p * (c + n + 1) + each.flags <= statistics_size(n, p, c)  # there is room for what they say
+        if not (each.resident or each.across):  # no processor is idle for want of programs, up to rounding
+            assert each.blocks * each.splits >= min(processors // 4, each.blocks * launch.cdiv(n, each.samples))
     one, many = (launch.inference(some, p, c, **inference) for some in (1, n))
     for name in ("tile", "side", "warps", "swapped", "turned"):  # rows are summed in the same order
         assert getattr(one, name) == getattr(many, name)

@@ -218,11 +218,11 @@ def chan(mean, square, count, other_mean, other_square, other_count):
 
 
 @triton.jit
-def joined(means, squares, counts):
-    """Many parts, along the first dimension, as one: the mean of their means, weighed by counts, and the squares around
-    it. A reduction by ``chan`` would divide for each two.
+def joined(means, squares, counts, DIM: tl.constexpr = 0):
+    """Many parts, along a dimension, as one: the mean of their means, weighed by counts, and the squares around it. A
+    reduction by ``chan`` would divide for each two.
     """
-    count = tl.sum(counts, 0, keep_dims=True)
-    mean = tl.sum(counts * means, 0, keep_dims=True) / tl.maximum(count, 1.0)
+    count = tl.sum(counts, DIM, keep_dims=True)
+    mean = tl.sum(counts * means, DIM, keep_dims=True) / tl.maximum(count, 1.0)
     moved = means - mean
-    return mean, tl.sum(squares + counts * moved * moved, 0, keep_dims=True), count
+    return mean, tl.sum(squares + counts * moved * moved, DIM, keep_dims=True), count

@@ -83,12 +83,9 @@ def store_pooled(
     features = C * LAPS
     for number in tl.static_range(TOUCHED):
         lap, its, at, empty = part_of_lap(number, block, split, splits, p, P, positions, BP, LAPS, TOUCHED)
-        counts = tl.where(its, count, 0.0)
-        its_count = tl.sum(counts, tiles.LANES, keep_dims=True)
-        its_mean = tl.sum(counts * tl.where(its, mean, 0.0), tiles.LANES, keep_dims=True) / tl.maximum(its_count, 1.0)
-        moved = tl.where(its, mean - its_mean, 0.0)
-        squares = tl.where(its, square, 0.0) + counts * moved * moved
-        its_square = tl.sum(squares, tiles.LANES, keep_dims=True)
+        its_mean, its_square, its_count = reductions.joined(
+            tl.where(its, mean, 0.0), tl.where(its, square, 0.0), tl.where(its, count, 0.0), tiles.LANES
+        )
         for more in tl.static_range(1 if TOUCHED == 1 else 2):
             last = LAPS
             if more == 1:  # 0, where no program has the next place

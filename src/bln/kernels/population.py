@@ -22,9 +22,7 @@ def buffers(kept: Population) -> list[Tensor]:
 
 def written(changed: list[Tensor]) -> None:
     """Tell autograd, which does not see what a kernel writes."""
-    for buffer in changed:
-        if not buffer.is_inference():
-            torch.autograd.graph.increment_version(buffer)
+    torch.autograd.graph.increment_version(changed)
 
 
 @triton.jit
@@ -106,7 +104,8 @@ def enter(
 
     Args:
         statistics: What ``forward`` wrote.
-        finite: What ``programs`` wrote there: 1 where they met only finite variances.
+        finite: What ``programs`` wrote: 1 where they met only finite variances. By default at the end of the
+            statistics.
         batch_mean, ...: The population, for ``known`` positions, of which the first ``positions`` are met here.
         entries_factor, m_factor: Make variances unbiased.
         ACROSS: Positions lie side by side in the statistics, as in the input.
@@ -125,7 +124,11 @@ def enter(
     var = tl.load(statistics + positions.to(tl.int64) * C + column, mask=in_column)
     mean_F, var_F = tiles.load_pair(statistics, P.to(tl.int64) * (C + N) + p, real)
     program = tl.arange(0, BF)
-    bad = tl.sum(1.0 - tl.load(finite + program, mask=program < programs, other=1.0))
+    if finite is None:
+        program_flags = statistics + 2 * P.to(tl.int64) * (C + N + 1)
+    else:
+        program_flags = finite
+    bad = tl.sum(1.0 - tl.load(program_flags + program, mask=program < programs, other=1.0))
     new = mean, var * entries_factor, mean_F, var_F * m_factor, 1.0 / m
     entering = p < tl.where(bad == 0, positions, 0)
     let_in(

@@ -29,7 +29,7 @@ from .slabs import (
     options,
     processors,
 )
-from .training import in_type_of, measure, parameters, statistics_size, summed
+from .training import gradients_of, measure, parameters, statistics_size, summed
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -298,9 +298,9 @@ class _Train(torch.autograd.Function):
         partials = torch.empty(1, parts, 2 * c * (q + blocks), dtype=torch.float32, device=x.device)
         sweep(sums, dy, partials, True)
         message, rows = torch.split(summed(partials).view(-1), [2 * q * c, 2 * blocks * c])
-        gradient, dx = parameters(rows, c), None
+        gradient, dx = parameters(rows.view(1, blocks, 2 * c)), None
         if ctx.needs_input_grad[0]:
             message = synchronized.add_up(synchronized.fit(message.view(q, 2, c), (task.known,)), task)
             dx = torch.empty_like(x)
             sweep(summed(sums) if laps > 1 else sums, dx, message, False)
-        return dx, in_type_of(gradient[0], gamma), in_type_of(gradient[1], beta), None, None, None, None
+        return dx, *gradients_of(gradient, gamma, beta), None, None, None, None

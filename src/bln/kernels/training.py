@@ -62,12 +62,15 @@ def train(
 
     left = slabs.entries(mask, per_position)
     numbers = options(slabs.c, eps, mix_eps, dim_scale, x.shape[0])
-    seen = channel_dim, per_position
     remember = None if mask is not None else remember
     if torch.compiler.is_compiling():
-        y, statistics = torch.ops.bln.train(x, gamma, beta, *(left or (None, None, None)), *seen, *numbers)
+        y, statistics = torch.ops.bln.train(
+            x, gamma, beta, *(left or (None, None, None)), channel_dim, per_position, *numbers
+        )
     else:
-        y, statistics = _Train.apply(x, gamma, beta, left, seen, numbers, remember)  # type: ignore[no-untyped-call]
+        y, statistics = _Train.apply(  # type: ignore[no-untyped-call]
+            x, gamma, beta, left, slabs, channel_dim, numbers, remember
+        )
     if remember is not None:
         return y, None
 
@@ -104,11 +107,10 @@ def _enter(remember: Remembered, statistics: Tensor, slabs: Slabs, chosen: launc
     # for each thread, 1.58 with eight, 1.63 with four.
     size, each = (256, 128) if positions * columns <= 2**16 else (2048, 512)
     block = max(1, min(size // columns, launch.power_of_two(positions)))
-    flags = chosen.flags
-    finite = statistics[2 * p * (c + n + 1) :]
+    finite, flags = None, chosen.flags
     _, after = chain(statistics.device)
     if flags > 4096:  # each program reads all
-        finite, flags, after = finite[:flags].amin(), 1, {"CHAINED": False}
+        finite, flags, after = statistics[2 * p * (c + n + 1) :][:flags].amin(), 1, {"CHAINED": False}
     buffers, about, how = _entry(*remember, entries, m)
     population.enter[(launch.cdiv(positions, block),)](
         statistics, finite, *buffers, flags, n, p, c, positions, *about, ACROSS=across and not pooled,
@@ -246,13 +248,13 @@ def _backward(
     eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
     lines = chosen.flags if chosen.laps == 1 else 1 if pooled else chosen.places(p)
-    rows = torch.empty(2 * c * lines, dtype=torch.float32, device=x.device)
+    rows = torch.empty(1, lines, 2 * c, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
             x, dy, dx, gamma, statistics, rows, inverse_m, n, p, c, mix_eps, scale, eps,
             **begin, **chosen.constants,
         )  # fmt: skip
-        return dx, parameters(rows, c)
+        return dx, parameters(rows)
 
     hidden, counts, weight = left or (None, None, inverse_m)
     programs = chosen.blocks * chosen.splits
@@ -269,7 +271,7 @@ def _backward(
 
     if chosen.splits == laps == 1 and not pooled:
         sweep(sums, None, 1, True, True)
-        return dx, parameters(rows, c)
+        return dx, parameters(rows)
     q, parts = (1, programs if laps == 1 else chosen.parts(p)) if pooled else (p, chosen.splits)
     partials = torch.empty(3, parts, q * c, dtype=torch.float32, device=x.device)
     sweep(sums, partials, 1, True, False)
@@ -278,12 +280,12 @@ def _backward(
     if parts > (1 if pooled and laps > 1 else _PARTS):
         partials, parts = summed(partials, chosen.early), 1
     sweep(sums, partials, parts, False, True)
-    return dx, parameters(rows, c)
+    return dx, parameters(rows)
 
 
-def parameters(rows: Tensor, c: int) -> Tensor:
-    """Gradients of gamma and beta, of what blocks of positions give."""
-    return summed(rows.view(1, -1, 2 * c)).view(2, c)
+def parameters(rows: Tensor) -> Tensor:
+    """Gradients of gamma and beta, of what blocks of positions give, ``[1, blocks, 2 * C]``."""
+    return summed(rows).view(2, -1)
 
 
 def summed(parts: Tensor, early: bool = False) -> Tensor:
@@ -311,13 +313,13 @@ class _Train(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
         left: Entries | None,
-        seen: tuple[int, bool],
+        slabs: Slabs,
+        channel_dim: int,
         numbers: Options,
         remember: Remembered,
     ) -> tuple[Tensor, Tensor]:
-        slabs = _slabs(x, seen)
         y, statistics = _forward(x, gamma, beta, left, slabs, numbers, remember)
-        ctx.rest = left, slabs, seen, numbers
+        ctx.rest = left, slabs, channel_dim, numbers
         ctx.save_for_backward(x, gamma, beta, statistics)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -326,18 +328,18 @@ class _Train(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 7
+            return (None,) * 8
         x, gamma, beta, statistics = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives: through the plain formula
-            return *gradients(_plain, (x, gamma, beta), ctx, dy), None, None, None, None
-        left, slabs, seen, numbers = ctx.rest
-        dx, rows = _backward(x, beside(dy, x, slabs, seen[0]), gamma, statistics, left, slabs, numbers)
-        return dx, in_type_of(rows[0], gamma), in_type_of(rows[1], beta), None, None, None, None
+            return *gradients(_plain, (x, gamma, beta), ctx, dy), *[None] * 5
+        left, slabs, channel_dim, numbers = ctx.rest
+        dx, rows = _backward(x, beside(dy, x, slabs, channel_dim), gamma, statistics, left, slabs, numbers)
+        return dx, *gradients_of(rows, gamma, beta), *[None] * 5
 
 
-def _slabs(x: Tensor, seen: tuple[int, bool]) -> Slabs:
+def _slabs(x: Tensor, channel_dim: int, per_position: bool) -> Slabs:
     """Of what lies as the kernels want it."""
-    slabs = Slabs.of(x, *seen)
+    slabs = Slabs.of(x, channel_dim, per_position)
     assert slabs is not None
     return slabs
 
@@ -348,7 +350,7 @@ def _train(
     weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
     inverse_m: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    slabs = _slabs(x, (channel_dim, per_position))
+    slabs = _slabs(x, channel_dim, per_position)
     return _forward(x, gamma, beta, _left(hidden, count, weight), slabs, Options(eps, mix_eps, scale, inverse_m))
 
 
@@ -358,7 +360,7 @@ def _train_backward(
     weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
     inverse_m: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    slabs, numbers = _slabs(x, (channel_dim, per_position)), Options(eps, mix_eps, scale, inverse_m)
+    slabs, numbers = _slabs(x, channel_dim, per_position), Options(eps, mix_eps, scale, inverse_m)
     return _backward(
         x, beside(dy, x, slabs, channel_dim), gamma, statistics, _left(hidden, count, weight), slabs, numbers
     )
@@ -373,7 +375,7 @@ def _(
     x: Tensor, gamma: Any, beta: Any, hidden: Any, count: Any, weight: Any, channel_dim: int, per_position: bool,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    slabs = _slabs(x, (channel_dim, per_position))
+    slabs = _slabs(x, channel_dim, per_position)
     n, p, c = slabs[:3]
     return torch.empty_like(x), x.new_empty(statistics_size(n, p, c), dtype=torch.float32)
 
@@ -394,7 +396,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, gamma, beta, statistics, *left = ctx.saved_tensors
     dx, rows = torch.ops.bln.train_backward(x, dy, gamma, statistics, *left, *ctx.rest)
-    return dx, in_type_of(rows[0], gamma), in_type_of(rows[1], beta), *[None] * 9
+    return dx, *gradients_of(rows, gamma, beta), *[None] * 9
 
 
 _train.register_autograd(_differentiate, setup_context=_keep)
@@ -407,9 +409,9 @@ def statistics_size(n: int, p: int, c: int) -> int:
     return 2 * p * (c + n + 2)
 
 
-def in_type_of(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """Of gamma or beta, if there is one."""
-    return None if parameter is None else gradient.to(parameter.dtype)
+def gradients_of(rows: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+    """One row for each, gamma and beta, in its type, if there is one."""
+    return [None if of is None else row.to(of.dtype) for row, of in zip(rows.unbind(), parameters, strict=True)]
 
 
 def _plain(
@@ -418,15 +420,15 @@ def _plain(
     beta: Tensor | None,
     left: Entries | None,
     slabs: Slabs,
-    seen: tuple[int, bool],
+    channel_dim: int,
     numbers: Options,
 ) -> Tensor:
     """The formula, in float32."""
-    rows, mask = slabs.rows(x, seen[0]), None
+    rows, mask = slabs.rows(x, channel_dim), None
     if left is not None:
         mask = left.hidden == 0
         rows = torch.where(mask[..., None], rows, 0)
     statistics = current(rows, mask, not slabs.pooled)
     inverse_m = rows.new_full((), numbers.inverse_m) if left is None else left.inverse_m
     y = transform(rows, statistics._replace(inverse_m=inverse_m), gamma, beta, numbers)
-    return slabs.restore(y if mask is None else torch.where(mask[..., None], y, 0), x, seen[0])
+    return slabs.restore(y if mask is None else torch.where(mask[..., None], y, 0), x, channel_dim)

@@ -128,12 +128,16 @@ def main() -> None:
             chosen = launch.inference(n, p, c, **training)
             constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
             constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled}
-            constants |= {"SWAPPED": chosen.swapped, "TURNED": chosen.turned and not pooled}
+            constants |= {"SWAPPED": chosen.swapped, "TURNED": chosen.turned and not pooled, **chosen.in_laps}
             constants |= {} if masked else {"hidden": None}
+            constants |= {} if chosen.laps > 1 else {"rows": None}
             build(
                 inference._normalize, f"inference {about}", dtype, chosen.warps, constants,
-                ["inverse_m", *["own_inverse_m"] * masked],
+                ["inverse_m", "rows", *["own_inverse_m"] * masked],
             )  # fmt: skip
+            if chosen.laps > 1:
+                constants = {key: constants[key] for key in constants if key in inference._shares.arg_names}
+                build(inference._shares, f"shares {about}", dtype, chosen.warps, constants, ["rows"])
     for dtype, side in (("*bf16", 8), ("*fp32", 4)):
         constants = {"SIDE_P": 1, "SIDE_C": side, "BLOCK": 64}
         build(tiles.turn, "turn", dtype, 4, constants | {"second": None})

@@ -237,7 +237,7 @@ def test_every_kernel_and_tile(shape, channel_dim, per_position, processors, dty
 
 
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
-@pytest.mark.parametrize("shape", [(2, 200, 8, 9), (3, 96, 4, 31), (5, 256, 7, 7), (2, 320, 3, 11)])
+@pytest.mark.parametrize("shape", [(2, 200, 8, 9), (3, 96, 4, 31), (5, 256, 7, 7), (2, 320, 3, 11), (2, 148, 4, 8)])
 def test_many_laps_of_features(shape, per_position):
     compare(case_of(shape, per_position=per_position))
 
@@ -474,6 +474,14 @@ def test_inference_with_current_statistics_of_laps(config, masked, per_position)
     )
 
 
+@pytest.mark.parametrize(("masked", "per_position"), [(False, True), (True, False)], ids=["", "masked-pooled"])
+@pytest.mark.parametrize("config", ["FFFF", "TTFF", "TFTF", "FTFT", "TTTT"])
+@pytest.mark.parametrize("shape", [(3, 260, 3, 12), (2, 260, 8, 8), (3, 260, 4, 4)])
+def test_inference_in_laps_and_of_whole_samples(shape, config, masked, per_position):
+    mask = torch.rand(shape[0], *shape[2:]) < 0.7 if masked else None
+    compare_inference(case_of(shape, per_position=per_position, mask=mask), StatisticsConfig.parse(config), known=True)
+
+
 @pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"])
 @pytest.mark.parametrize(
     ("shape", "channel_dim", "per_position"),
@@ -481,7 +489,9 @@ def test_inference_with_current_statistics_of_laps(config, masked, per_position)
         *((shape, -1, True) for shape in ((40, 6, 24), (64, 4, 8), (64, 4, 16), (20, 16, 16, 6), (20, 10, 10))),
         *((shape, 1, True) for shape in ((40, 24, 5, 5), (70, 3, 3), (20, 200, 4, 2), (20, 8, 4, 4), (20, 16, 4, 4))),
         *((shape, 1, True) for shape in ((20, 128, 12, 12), (20, 24, 6, 6), (20, 24, 1, 33), (40, 300))),
+        ((20, 260, 3, 12), 1, True), ((20, 300, 4, 4), 1, True),
         ((20, 128, 16), -1, True), ((20, 5, 513), -1, True), ((20, 24, 6, 6), 1, False), ((20, 128, 12, 12), 1, False),
+        ((20, 260, 3, 12), 1, False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
@@ -644,7 +654,7 @@ def test_every_kernel_compiles_to_machine_code():
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
-        "forward", "single", "backward", "inference", "merge", "unite", "pool", "add", "turn", "pack", "join",
+        "forward", "single", "backward", "inference", "shares", "merge", "unite", "pool", "add", "turn", "pack", "join",
         "population",
     }  # fmt: skip
 

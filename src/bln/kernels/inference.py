@@ -23,6 +23,7 @@ from .slabs import (
     Options,
     Slabs,
     as_it_came,
+    chain,
     choose,
     features_last,
     gradients,
@@ -33,7 +34,7 @@ from .slabs import (
     transform,
     turned,
 )
-from .training import measure, statistics_size
+from .training import measure, statistics_size, unite
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -93,16 +94,22 @@ class _Infer(torch.autograd.Function):
             n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, pooled=pooled,
             processors=processors(x.device), shared=shared_memory(x.device),
         )  # fmt: skip
-        turn = chosen.turned and not pooled
+        constants = {**chosen.constants, "enable_fp_fusion": False}  # the same bits, however it was compiled
+        turn, united = (
+            chosen.turned and not pooled,
+            chosen.laps > 1 and not (config.feature_mean and config.feature_std),
+        )
+        shares = _shares_of(x, slabs, chosen, constants) if united else None
         if turn:
-            batch_mean, batch_var = turned(batch_mean[None], batch_var[None])
+            batch_mean, batch_var = turned(batch_mean[None], batch_var[None], aside=united)
+        rows = None if shares is None else _united(shares, slabs, chosen)
         hidden, _, own = left or (None, None, numbers.inverse_m)
         _normalize[(chosen.blocks * chosen.splits,)](
             x, y, hidden, gamma, beta, batch_mean, batch_var, kept.feature_mean, kept.feature_var, kept.inverse_m,
-            kept.updates, own, kept.inverse_m.numel(), n, p, c, chosen.run, chosen.splits,
+            kept.updates, own, rows, kept.inverse_m.numel(), n, *chosen.extents(p, c), chosen.run, chosen.splits,
             numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
-            SWAPPED=chosen.swapped, TURNED=turn, MASKED=left is not None, POOLED=pooled,
-            **{**chosen.constants, "enable_fp_fusion": False},  # the same bits, however it was compiled
+            SWAPPED=chosen.swapped, TURNED=turn, MASKED=left is not None, POOLED=pooled, **chosen.in_laps,
+            **(chain(x.device)[1] if united else {"CHAINED": False}), **constants,
         )  # fmt: skip
         ctx.rest = left, slabs, channel_dim, numbers, kept, config
         ctx.save_for_backward(x, gamma, beta, *kept.buffers())  # so that a change of the population is noticed
@@ -112,6 +119,26 @@ class _Infer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, *_ = ctx.saved_tensors
         return *gradients(_plain_inference, (x, gamma, beta), ctx, dy), *[None] * 6
+
+
+def _shares_of(x: Tensor, slabs: Slabs, chosen: launch.Launch, constants: dict[str, Any]) -> Tensor:
+    """What laps have of the statistics of rows."""
+    n, p, c = slabs[:3]
+    shares = torch.empty(2 * n * p * chosen.laps, dtype=torch.float32, device=x.device)
+    _shares[(chosen.blocks * chosen.splits,)](
+        x, shares, n, *chosen.extents(p, c), chosen.run, chosen.splits, **chosen.in_laps, **chain(x.device)[0],
+        **constants,
+    )  # fmt: skip
+    return shares
+
+
+def _united(shares: Tensor, slabs: Slabs, chosen: launch.Launch) -> Tensor:
+    """Statistics of rows, as pairs, of those shares."""
+    n, p = slabs[:2]
+    rows = torch.empty(2 * n * p, dtype=torch.float32, device=shares.device)
+    sums = torch.empty(2 * chosen.splits * p, dtype=torch.float32, device=shares.device)
+    unite(shares, rows, sums, n, p, 0, chosen)
+    return rows
 
 
 def _batch(
@@ -165,13 +192,39 @@ def _plain_inference(
     return slabs.restore(y if mask is None else torch.where(mask[..., None], y, 0), x, channel_dim)
 
 
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits"])
+def _shares(
+    x, rows, N, P, C, run, splits,
+    TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
+    LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+    LAPS: tl.constexpr, TOUCHED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Of rows, the shares that laps have in their statistics: see ``forward``."""
+    tiles.begin_next(CHAINED)
+    ns, ps, c, _ = tiles.indices(TILE, ACROSS, SIDE)
+    P, C = tiles.sides(P, C, ACROSS, SIDE)
+    positions = tiles.positions(P, SIDE, LAPS, TOUCHED)
+    p = tiles.position(tl.program_id(0) // splits, P, positions, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED) + ps
+    first = tl.program_id(0) % splits * run
+    last = tl.minimum(N, first + run)
+    at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
+    step, row_step = P.to(tl.int64) * C, tiles.row_stride(P, ACROSS)
+    for start in tl.range(first, last, BN, num_stages=STAGES):
+        in_row = tiles.real_rows(start + ns, p, last, P, None, p, P, EVEN, False)
+        real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
+        mean, var = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+        tiles.store_pair(rows + start * row_step, row, mean, var, in_row, EVEN)
+
+
 @triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "known"])
 def _normalize(
     x, y, hidden, gamma, beta, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, own_inverse_m,
-    known, N, P, C, run, splits, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
+    rows, known, N, P, C, run, splits, mix_eps, scale, eps, MEAN_F: tl.constexpr, VAR_F: tl.constexpr,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
+    SWAPPED: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr, LAPS: tl.constexpr,
+    TOUCHED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Eqs 20-25 of a run of samples of some positions.
 
@@ -180,22 +233,27 @@ def _normalize(
         feature_mean, feature_var: The population's, ``[P]``.
         inverse_m, updates: The population's ``1/m`` and counters, for ``known`` positions.
         own_inverse_m: The input's, a number or under a mask ``[P]``, for positions that saw no mini-batch.
+        rows: In several ``LAPS``, pairs of the mean and the variance of each row.
         MEAN_F, VAR_F: Take the feature mean, the feature deviation from the population.
         SWAPPED: The rows of a tile are positions, not samples.
     """
+    tiles.wait_for_previous(CHAINED)
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     if SWAPPED:
         ns, ps = ps, ns
-    p = tiles.position(tl.program_id(0) // splits, P, P, BP, ACROSS, SIDE, EVEN) + ps
+    positions = tiles.positions(P, SIDE, LAPS, TOUCHED)
+    first_p = tiles.position(tl.program_id(0) // splits, P, positions, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)
+    p = first_p + ps
+    row = tiles.row_position(p, first_p, P, positions, LAPS, TOUCHED)
     first = tl.program_id(0) % splits * run
     last = tl.minimum(N, first + run)
-    at = tiles.offset(ns, p, c, P, C, ACROSS, LONG)
-    step = P.to(tl.int64) * C
-    g = tiles.parameter(gamma, folded, C, 1.0)
-    b = tiles.parameter(beta, folded, C, 0.0)
-    q, Q = p, P  # where the statistics of a position are, and for how many there are some
+    at, row_at = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, row, N, positions, ACROSS, LONG)
+    step, row_step = P.to(tl.int64) * C, tiles.row_stride(positions, ACROSS)
+    g = tiles.of_features(gamma, first_p, p, folded, P, C, LAPS, TOUCHED, 1.0)
+    b = tiles.of_features(beta, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+    q, Q = row, positions  # where the statistics of a position are, and for how many there are some
     if POOLED:
         q, Q = tl.zeros([1, 1, 1, 1], tl.int32), P * 0 + 1
     if MASKED:
@@ -204,19 +262,31 @@ def _normalize(
     w_B, w_F = tiles.weights(
         tl.where(seen, tl.load(inverse_m + q, mask=q < Q, other=1.0), own_inverse_m), mix_eps, scale
     )
-    column, in_column = tiles.column_offset(q, folded, Q, C, TURNED), (q < Q) & (folded < C)
-    mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
-    s_B = w_B * g * tl.rsqrt(tl.load(batch_var + column, mask=in_column, other=1.0) + eps)
+    if POOLED and LAPS > 1:
+        mean_B = tiles.of_features(batch_mean, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+        var_B = tiles.of_features(batch_var, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
+    else:
+        column, in_column = tiles.column(p, folded, P, C, TURNED, POOLED)
+        mean_B = tl.load(batch_mean + column, mask=in_column, other=0.0)
+        var_B = tl.load(batch_var + column, mask=in_column, other=1.0)
+    s_B = w_B * g * tl.rsqrt(var_B + eps)
     if MEAN_F:
         mean_F = tl.load(feature_mean + q, mask=q < Q, other=0.0)
     if VAR_F:
         var_F = tl.load(feature_var + q, mask=q < Q, other=1.0)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         n = start + ns
-        in_row = tiles.real_rows(n, p, last, P, hidden, p, P, EVEN, MASKED)
+        in_row = tiles.real_rows(n, p, last, P, hidden, row, positions, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
+        if rows is not None:
+            mean, var = tiles.load_pair(rows + start * row_step, row_at, in_row, EVEN)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
-        if not (MEAN_F or VAR_F):
+        if rows is not None:
+            if not MEAN_F:
+                mean_F = mean
+            if not VAR_F:  # around the mean that was chosen
+                var_F = var + (mean - mean_F) * (mean - mean_F)
+        elif not (MEAN_F or VAR_F):
             mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
         elif not MEAN_F:
             mean_F = reductions.over_features(v, TILE, ACROSS, SIDE) * (1.0 / C)  # eq 20
@@ -226,5 +296,7 @@ def _normalize(
         out = tiles.transform(v, mean_B, s_B, mean_F, w_F * tl.rsqrt(var_F + eps), g, b, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
-        there = tiles.real_values(tiles.real_rows(n, p, last, P, None, p, P, EVEN, False), c, C, FULL, FEATURES)
+        there = tiles.real_values(
+            tiles.real_rows(n, p, last, P, None, row, positions, EVEN, False), c, C, FULL, FEATURES
+        )
         tiles.put(y + start * step + at, out, there, FULL)

@@ -5,7 +5,7 @@ Times in comments are those of forward kernels on an H200, in bfloat16 unless sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Any
@@ -32,25 +32,34 @@ def across(p: int, c: int, training: bool) -> bool:
     """Whether the kernels take ``p`` positions side by side; else they want a copy with features last.
 
     In training (64, 784, 256) takes 2.1 times a copy in laps in float32, 3.4 by way of copies, (32, 196, 512) 2.7 and
-    4.0. At inference samples are read once, all features at a time: (64, 784, 256) takes 1.4 times a copy, 3.2 by way
-    of copies; in bfloat16 2.2 and 3.1.
+    4.0. At inference samples are read once, all features at a time, if a tile can have them: (64, 784, 256) takes 1.4
+    times a copy, 3.2 by way of copies; in bfloat16 2.2 and 3.1. Else they are in laps: (128, 49, 2048) takes 1.9 so,
+    and 3.0; in bfloat16 2.4 and 3.5.
     """
-    fits = c <= 128 or laps(p, c) > 1 if training else c <= 256
-    return fits and p * c < 2**26  # offsets within a tile have 32 bits: of a few samples, of more if p is small
+    fits = c <= 128 if training else _at_once(p, c)
+    # Offsets within a tile have 32 bits: of a few samples, of more if p is small.
+    return (fits or laps(p, c) > 1) and p * c < 2**26
+
+
+def _at_once(p: int, c: int) -> bool:
+    """Whether a tile has all features at inference. Of few positions there may be more: (128, 4, 1024) takes 2.8 times
+    a copy so, 6.6 by way of copies.
+    """
+    return c <= 256 or (p < 32 and p % 4 == 0 and power_of_two(p) * power_of_two(c) <= 8192)
 
 
 def laps(p: int, c: int) -> int:
-    """The number of laps, see ``forward``, in training where positions lie side by side.
+    """The number of laps, see ``forward``, where positions lie side by side.
 
-    If there are many features, as few as leave 32 of them, or down to half as many. Not too many: a tile has parts of
-    some, and a thread of ``sharing.unite`` shares of all. And values are to be read four at a time. (64, 784, 128)
-    takes 2.4 times a copy in four laps in float32, 2.9 in one.
+    If there are many features, as few as leave 32 of them, or down to half as many, or else up to twice as many. Not
+    too many: a tile has parts of some, and a thread of ``sharing.unite`` shares of all. And values are to be read four
+    at a time. (64, 784, 128) takes 2.4 times a copy in four laps in float32, 2.9 in one.
     """
     if c <= 64 or p < 32:
         return 1
     least = cdiv(c, _LAP)
-    some = range(least, min(2 * least, 64) + 1)
-    return next((number for number in some if c % number == 0 and number * p % 4 == 0), 1)
+    some = [*range(least, 2 * least + 1), *(range(least - 1, cdiv(c, 2 * _LAP) - 1, -1) if c > 128 else ())]
+    return next((number for number in some if number <= 64 and c % number == 0 and number * p % 4 == 0), 1)
 
 
 def _blocks(p: int, positions: int, laps: int) -> tuple[int, bool]:
@@ -208,10 +217,10 @@ def arrange_across(c: int, samples: int, positions: int, side: int) -> tuple[tup
     """Extents of a tile of so many samples, and of positions that lie side by side; and how many warps it takes.
 
     Each thread has up to eight features of a row, so that few threads share one, but not fewer than eight: else the
-    compiler moves tiles from thread to thread. Or 16, where it has one position of each, or there would be too many.
+    compiler moves tiles from thread to thread. Or 16, where it has one position of each.
     """
     features = power_of_two(c)
-    held = max(1, min(features // 8, 8)) if side > 1 and features <= 256 else min(features, 16)
+    held = max(1, min(features // 8, 8)) if side > 1 else min(features, 16)
     rows = features // held
     return (samples, rows, held, positions), max(1, rows * positions // (side * _LANES))
 
@@ -314,7 +323,9 @@ def training(
         number = laps(p, c)
         large, light = n * p * c > 2**24, itemsize == 2 and not backward
         ahead = light and large and features == 64 and not (masked or pooled)
-        two = not backward or itemsize == 2 if number > 1 else features < 64 or (light and not ahead)
+        two = features < 64 or (light and not ahead)
+        if number > 1:
+            two = c // number <= _LAP and (not backward or itemsize == 2)
         samples = 2 if two else 1
         positions, side = 64, gcd(number * p, 4)
         most = 2 if large or (backward and itemsize == 2) or number > 1 else 1
@@ -444,6 +455,16 @@ def inference(
 ) -> Launch:
     """The heuristic for inference. A tile is the same for any n, so that a row is summed in the same order."""
     features = power_of_two(c)
+    if across and not _at_once(p, c):  # in laps, as in training
+        number, positions = laps(p, c), 64
+        side = gcd(number * p, 4)
+        tile, warps = arrange_across(c // number, 2 if c // number <= _LAP else 1, positions, side)
+        splits = max(1, 2 * processors // _blocks(p, positions, number)[0])
+        stages = 1 if masked else fitting(3 if itemsize == 4 else 5, 2 * itemsize * prod(tile), shared)
+        chosen = swept(
+            n, p, c, tile, across=True, masked=masked, side=side, warps=warps, splits=splits, stages=stages, laps=number
+        )
+        return replace(chosen, turned=True)
     if across:
         # Where the statistics of columns lie as the input does, which takes another launch, and where as many programs
         # as run at a time have two tiles under way beside the one they work on, (128, 3136, 64) takes 1.3 times a copy,
@@ -453,6 +474,7 @@ def inference(
         swapped, turned = False, p * c >= 2**14
         wide = (features <= 64 and p >= 1024) or (pooled and turned)
         side, positions = (4, 64) if wide else (4 if turned else 8 // itemsize, 32)
+        positions = min(positions, power_of_two(p))  # (256, 16, 256) takes 2.0 with 16 of them, 18 with 32
         most = 1 if features * positions >= 8192 else 3 if itemsize == 2 else 2
         tile, warps = arrange_across(c, 1 if turned else 2, positions, gcd(p, side))
         side, stages = gcd(p, side), fitting(3, most * itemsize * prod(tile), shared) if turned and not masked else 1

@@ -115,18 +115,20 @@ def beside(dy: Tensor, x: Tensor, slabs: Slabs, channel_dim: int) -> Tensor:
     return torch.empty_like(x).copy_(dy)
 
 
-def turned(x: Tensor, second: Tensor | None = None) -> Tensor:
+def turned(x: Tensor, second: Tensor | None = None, aside: bool = False) -> Tensor:
     """``x[n, a, b]``, contiguous, as a contiguous ``[n, b, a]``; torch takes up to three times as long.
 
-    A ``second`` tensor of one sample is turned with a first one.
+    A ``second`` tensor of one sample is turned with a first one; ``aside``, while the launch before still works, which
+    must let this one begin.
     """
     n, c, p = x.shape
     n = n if second is None else 2
     y = torch.empty(n, p, c, dtype=x.dtype, device=x.device)
     most = 16 // x.element_size()
     tiles.turn[(n * launch.cdiv(p, 64) * launch.cdiv(c, 64),)](
-        x, second, y, p, c, SIDE_P=math.gcd(p, most), SIDE_C=math.gcd(c, most), BLOCK=64, num_warps=4
-    )
+        x, second, y, p, c, SIDE_P=math.gcd(p, most), SIDE_C=math.gcd(c, most), BLOCK=64, num_warps=4,
+        **(chain(x.device)[1] if aside else {"CHAINED": False}),
+    )  # fmt: skip
     return y
 
 

@@ -307,10 +307,13 @@ def wait_for_previous(CHAINED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["P", "C"])
-def turn(x, second, y, P, C, SIDE_P: tl.constexpr, SIDE_C: tl.constexpr, BLOCK: tl.constexpr):
+def turn(
+    x, second, y, P, C, SIDE_P: tl.constexpr, SIDE_C: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
     """``y[n, p, c] = x[n, c, p]``, both contiguous; of positions and features, so many lie side by side in memory.
 
-    The ``second`` sample may be a tensor of its own.
+    The ``second`` sample may be a tensor of its own. ``CHAINED``, this does not need what the launch before writes, but
+    the one after it may.
     """
     P, C = (P // SIDE_P) * SIDE_P, (C // SIDE_C) * SIDE_C
     program, blocks_p, blocks_c = tl.program_id(0), tl.cdiv(P, BLOCK), tl.cdiv(C, BLOCK)
@@ -324,3 +327,4 @@ def turn(x, second, y, P, C, SIDE_P: tl.constexpr, SIDE_C: tl.constexpr, BLOCK: 
     values = tl.load(of + c.to(tl.int64)[:, None] * P + p[None, :], mask=inside)
     to = y + sample + p.to(tl.int64)[:, None] * C + c[None, :]
     tl.store(to, tl.trans(values), mask=tl.trans(inside))
+    wait_for_previous(CHAINED)

@@ -196,12 +196,7 @@ def measure(
     )  # fmt: skip
     if laps > 1:
         sums = partials[-2 * chosen.splits * p :]
-        samples = min(32, launch.power_of_two(chosen.run))
-        shape = launch.power_of_two(laps), samples, 1, 128 // samples
-        sharing.unite[(launch.cdiv(p, shape[-1]) * chosen.splits,)](
-            rows, statistics, sums, n, p, c, chosen.run, chosen.splits, laps,
-            TILE=shape, EARLY=chosen.early, num_warps=4, **after,
-        )  # fmt: skip
+        unite(rows, statistics, sums, n, p, c, chosen)
         if pooled:
             joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
             tall = min(128, launch.power_of_two(parts))
@@ -222,6 +217,16 @@ def measure(
         )
         partials, parts = joined, groups
     return partials, parts
+
+
+def unite(shares: Tensor, statistics: Tensor, sums: Tensor, n: int, p: int, c: int, chosen: launch.Launch) -> None:
+    """Statistics of rows, behind those of ``c`` features, and their ``sums``, of the shares that laps have."""
+    samples = min(32, launch.power_of_two(chosen.run))
+    shape = launch.power_of_two(chosen.laps), samples, 1, 128 // samples
+    sharing.unite[(launch.cdiv(p, shape[-1]) * chosen.splits,)](
+        shares, statistics, sums, n, p, c, chosen.run, chosen.splits, chosen.laps,
+        TILE=shape, EARLY=chosen.early, num_warps=4, enable_fp_fusion=False, **chain(shares.device)[1],
+    )  # fmt: skip
 
 
 def _tall(number: int) -> dict[str, int]:

@@ -136,8 +136,9 @@ def main() -> None:
                 ["inverse_m", "rows", *["own_inverse_m"] * masked],
             )  # fmt: skip
             if chosen.laps > 1:
-                constants = {key: constants[key] for key in constants if key in inference._shares.arg_names}
-                build(inference._shares, f"shares {about}", dtype, chosen.warps, constants, ["rows"])
+                chosen = launch.shares(n, p, c, itemsize=itemsize, processors=132, shared=232448)
+                constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
+                build(inference._shares, f"shares {about}", dtype, chosen.warps, constants | chosen.in_laps, ["rows"])
     for dtype, side in (("*bf16", 8), ("*fp32", 4)):
         constants = {"SIDE_P": 1, "SIDE_C": side, "BLOCK": 64}
         build(tiles.turn, "turn", dtype, 4, constants | {"second": None})

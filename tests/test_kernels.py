@@ -125,7 +125,10 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
     how = {"itemsize": itemsize, "masked": masked, "processors": processors, "shared": shared}
     beside = {training: layout == "across" and p > 1 and launch.across(p, c, training) for training in (0, 1)}
     inference, training = ({"across": beside[t], "pooled": pooled and beside[t], **how} for t in (0, 1))
+    in_laps = launch.inference(n, p, c, **inference).laps > 1
+    shares = launch.shares(n, p, c, itemsize=itemsize, processors=processors, shared=shared) if in_laps else None
     for tensors, across, each in (
+        *([(1, True, shares)] if shares and not masked else []),
         (1, beside[0], launch.inference(n, p, c, **inference)),
         (1, beside[0], launch.training(n, p, c, backward=False, alone=False, **inference)),
         (1, beside[1], launch.training(n, p, c, backward=False, alone=alone, **training)),

@@ -94,12 +94,9 @@ class _Infer(torch.autograd.Function):
             n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, pooled=pooled,
             processors=processors(x.device), shared=shared_memory(x.device),
         )  # fmt: skip
-        constants = {**chosen.constants, "enable_fp_fusion": False}  # the same bits, however it was compiled
-        turn, united = (
-            chosen.turned and not pooled,
-            chosen.laps > 1 and not (config.feature_mean and config.feature_std),
-        )
-        shares = _shares_of(x, slabs, chosen, constants) if united else None
+        turn = chosen.turned and not pooled
+        united = chosen.laps > 1 and not (config.feature_mean and config.feature_std)
+        shares = _shares_of(x, slabs) if united else None
         if turn:
             batch_mean, batch_var = turned(batch_mean[None], batch_var[None], aside=united)
         rows = None if shares is None else _united(shares, slabs, chosen)
@@ -109,7 +106,7 @@ class _Infer(torch.autograd.Function):
             kept.updates, own, rows, kept.inverse_m.numel(), n, *chosen.extents(p, c), chosen.run, chosen.splits,
             numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
             SWAPPED=chosen.swapped, TURNED=turn, MASKED=left is not None, POOLED=pooled, **chosen.in_laps,
-            **(chain(x.device)[1] if united else {"CHAINED": False}), **constants,
+            **(chain(x.device)[1] if united else {"CHAINED": False}), **_unfused(chosen),
         )  # fmt: skip
         ctx.rest = left, slabs, channel_dim, numbers, kept, config
         ctx.save_for_backward(x, gamma, beta, *kept.buffers())  # so that a change of the population is noticed
@@ -121,13 +118,21 @@ class _Infer(torch.autograd.Function):
         return *gradients(_plain_inference, (x, gamma, beta), ctx, dy), *[None] * 6
 
 
-def _shares_of(x: Tensor, slabs: Slabs, chosen: launch.Launch, constants: dict[str, Any]) -> Tensor:
+def _unfused(chosen: launch.Launch) -> dict[str, Any]:
+    """Constants of a launch, for the same bits however it was compiled."""
+    return {**chosen.constants, "enable_fp_fusion": False}
+
+
+def _shares_of(x: Tensor, slabs: Slabs) -> Tensor:
     """What laps have of the statistics of rows."""
     n, p, c = slabs[:3]
+    chosen = launch.shares(
+        n, p, c, itemsize=x.element_size(), processors=processors(x.device), shared=shared_memory(x.device)
+    )
     shares = torch.empty(2 * n * p * chosen.laps, dtype=torch.float32, device=x.device)
     _shares[(chosen.blocks * chosen.splits,)](
         x, shares, n, *chosen.extents(p, c), chosen.run, chosen.splits, **chosen.in_laps, **chain(x.device)[0],
-        **constants,
+        **_unfused(chosen),
     )  # fmt: skip
     return shares
 

@@ -330,8 +330,14 @@ def training(
         positions, side = 64, gcd(number * p, 4)
         most = 2 if large or (backward and itemsize == 2) or number > 1 else 1
         tile, warps = arrange_across(c // number, min(samples, power_of_two(n)), positions, side)
-        splits = max(1, most * processors // _blocks(p, positions, number)[0])
+        blocks = _blocks(p, positions, number)[0]
         stages = 4 if most == 1 and itemsize == 4 else 3
+        splits = max(1, most * processors // blocks)
+        scarce = blocks < processors // 4
+        if scarce and number == 1:  # two samples for each at least: (128, 64, 64) takes 11.5 us, else 12.5
+            splits = min(splits, cdiv(n, 2))
+        elif scarce and n * p * c < 2**22:  # (128, 64, 256) takes 17 us so, else 19, and backward 18 and 25
+            splits = processors // blocks
         if ahead:
             stages = 6
         elif light and number > 1 and n * p * c > 2**23:

@@ -145,7 +145,8 @@ def main() -> None:
         build(tiles.turn, "turn", dtype, 4, constants)
     for across in (False, True):
         build(sharing.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
-    build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4)}, ["shares", "sums"])
+    for sums in ({}, {"sums": None}):
+        build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4), **sums}, ["shares", "sums"])
     build(sharing.pool, "pool", "*fp32", 4, {"EARLY": False, "BR": 4096, "BS": 128, "BLOCK": 8}, ["sums", "pooled"])
     for flat in (False, True):
         constants = {"FLAT": flat, "EARLY": False, "BS": 1024, "BLOCK": 8}
@@ -158,6 +159,7 @@ def main() -> None:
     for average in (True, False):
         constants = {"ACROSS": False, "SIDE": 4, "AVERAGE": average, "SPREAD": True, "BP": 8, "BC": 64, "BF": 1024}
         build(population.enter, "population", "*fp32", 4, constants, ["inverse_m"])
+        build(population.enter, "population", "*fp32", 4, constants | {"finite": None}, ["inverse_m"])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,7 +20,7 @@ import oracle
 import tolerance
 from bln import kernels, native
 from bln.config import StatisticsConfig
-from bln.kernels import launch, sharing, slabs
+from bln.kernels import inference, launch, sharing, slabs
 from bln.kernels.training import statistics_size, summed
 from bln.population import Population
 from cases import Case, cases
@@ -113,6 +113,21 @@ sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**15), round_sizes)
 
 
 @settings(max_examples=1000)
+@example(
+    n=9, p=4, c=2048, itemsize=4, layout="across", masked=False, pooled=False, alone=True, processors=132, shared=232448
+)
+@example(
+    n=9,
+    p=49,
+    c=2560,
+    itemsize=4,
+    layout="across",
+    masked=False,
+    pooled=False,
+    alone=True,
+    processors=132,
+    shared=232448,
+)
 @given(
     n=sizes, p=sizes, c=sizes, itemsize=st.sampled_from([2, 4]), layout=st.sampled_from(["last", "across", "dense"]),
     masked=st.booleans(), pooled=st.booleans(), alone=st.booleans(), processors=st.sampled_from([1, 20, 132]),
@@ -168,6 +183,9 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
     one, many = (launch.inference(some, p, c, **inference) for some in (1, n))
     for name in ("tile", "side", "warps", "swapped", "turned"):  # rows are summed in the same order
         assert getattr(one, name) == getattr(many, name)
+    if shares:
+        one = launch.shares(1, p, c, itemsize=itemsize, processors=processors, shared=shared)
+        assert one.constants | {"LONG": shares.long} == shares.constants
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "swept"])
@@ -477,9 +495,11 @@ def test_inference_with_current_statistics_of_laps(config, masked, per_position)
     )
 
 
-@pytest.mark.parametrize(("masked", "per_position"), [(False, True), (True, False)], ids=["", "masked-pooled"])
+@pytest.mark.parametrize(
+    ("masked", "per_position"), [(False, True), (True, True), (False, False)], ids=["", "masked", "pooled"]
+)
 @pytest.mark.parametrize("config", ["FFFF", "TTFF", "TFTF", "FTFT", "TTTT"])
-@pytest.mark.parametrize("shape", [(3, 260, 3, 12), (2, 260, 8, 8), (3, 260, 4, 4)])
+@pytest.mark.parametrize("shape", [(2, 296, 5, 7), (2, 260, 8, 8), (3, 1030, 2, 2)])
 def test_inference_in_laps_and_of_whole_samples(shape, config, masked, per_position):
     mask = torch.rand(shape[0], *shape[2:]) < 0.7 if masked else None
     compare_inference(case_of(shape, per_position=per_position, mask=mask), StatisticsConfig.parse(config), known=True)
@@ -492,13 +512,18 @@ def test_inference_in_laps_and_of_whole_samples(shape, config, masked, per_posit
         *((shape, -1, True) for shape in ((40, 6, 24), (64, 4, 8), (64, 4, 16), (20, 16, 16, 6), (20, 10, 10))),
         *((shape, 1, True) for shape in ((40, 24, 5, 5), (70, 3, 3), (20, 200, 4, 2), (20, 8, 4, 4), (20, 16, 4, 4))),
         *((shape, 1, True) for shape in ((20, 128, 12, 12), (20, 24, 6, 6), (20, 24, 1, 33), (40, 300))),
-        ((20, 260, 3, 12), 1, True), ((20, 300, 4, 4), 1, True),
+        ((20, 260, 3, 12), 1, True), ((20, 300, 4, 4), 1, True), ((20, 296, 5, 7), 1, True),
         ((20, 128, 16), -1, True), ((20, 5, 513), -1, True), ((20, 24, 6, 6), 1, False), ((20, 128, 12, 12), 1, False),
         ((20, 260, 3, 12), 1, False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
-def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim, per_position, dtype):
+@pytest.mark.parametrize("processors", [None, 1] if GPU else [None], ids=["", "one processor"][: 1 + GPU])
+def test_a_sample_has_the_same_bits_in_any_company(
+    config, shape, channel_dim, per_position, processors, dtype, monkeypatch
+):
+    if processors is not None:  # so that there are many samples for each program
+        monkeypatch.setattr(inference, "processors", lambda device: processors)
     case = to_device(case_of(shape, channel_dim, per_position, dtype=dtype))
     positions = tuple(s for at, s in enumerate(shape) if at not in (0, channel_dim % len(shape)) and per_position)
     population = Population(shape[channel_dim], positions).to(DEVICE)

@@ -1,7 +1,7 @@
 """Inference: Algorithm 2, batch statistics being the population's or those of ``forward``'s first sweep.
 
-Each row is normalized by itself, in tiles whose shape does not depend on the number of samples: the same bits in any
-company. The derivative, seldom asked for, goes through the plain formula.
+Each row is normalized by itself, and summed in an order that does not depend on the number of samples: the same bits in
+any company. The derivative, seldom asked for, goes through the plain formula.
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ def _united(shares: Tensor, slabs: Slabs, chosen: launch.Launch) -> Tensor:
     """Statistics of rows, as pairs, of those shares."""
     n, p = slabs[:2]
     rows = torch.empty(2 * n * p, dtype=torch.float32, device=shares.device)
-    sums = torch.empty(2 * chosen.splits * p, dtype=torch.float32, device=shares.device)
-    unite(shares, rows, sums, n, p, 0, chosen)
+    unite(shares, rows, None, n, p, 0, chosen)
     return rows
 
 

@@ -14,7 +14,7 @@ FEATURES = 2**15  # at most: all of them are in a tile
 _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
-_LAP = 32  # features at most of a lap, see ``laps``
+_LAP = 32  # features of a lap, see ``laps``
 _EARLY = 2**20  # values at most of which the next launch begins early: see ``slabs.chain``
 
 
@@ -327,7 +327,8 @@ def training(
         if number > 1:
             two = c // number <= _LAP and (not backward or itemsize == 2)
         samples = 2 if two else 1
-        positions, side = 64, gcd(number * p, 4)
+        # Inference, which measures in the same way, may have more features of fewer positions, see ``_at_once``.
+        positions, side = min(64, power_of_two(p)) if number == 1 and features > 256 else 64, gcd(number * p, 4)
         most = 2 if large or (backward and itemsize == 2) or number > 1 else 1
         tile, warps = arrange_across(c // number, min(samples, power_of_two(n)), positions, side)
         blocks = _blocks(p, positions, number)[0]
@@ -528,10 +529,9 @@ def shares(n: int, p: int, c: int, *, itemsize: int, processors: int, shared: in
     number = laps(p, c)
     features = power_of_two(c // number)
     rows, positions = (2, 64) if features <= _LAP else (4, 32)
-    most, stages = (16, 3) if itemsize == 2 and n * p * c > 2**23 else (8, 4)
+    most = 16 if itemsize == 2 and n * p * c > 2**23 else 8
     tile = 1, rows, features // rows, positions
     splits = max(1, most * processors // _blocks(p, positions, number)[0])
-    stages = fitting(stages, most * itemsize * prod(tile), shared)
-    return swept(
-        n, p, c, tile, across=True, masked=False, side=4, warps=1, splits=splits, stages=stages, laps=number
-    )  # fmt: skip
+    chosen = swept(n, p, c, tile, across=True, masked=False, side=4, warps=1, splits=splits, laps=number)
+    # The same for any n: which threads have what, and in which order they add, follows from it.
+    return replace(chosen, stages=fitting(3, 8 * itemsize * prod(tile), shared))

@@ -175,8 +175,8 @@ def unite(
     shares, statistics, sums, N, P, C, run, splits, laps, TILE: tl.constexpr, CHAINED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of rows, of which each lap has its ``shares``, all of as many features; and their ``sums``, which
-    partial results are without. Each program has some positions, and a run of samples.
+    """The statistics of rows, of which each lap has its ``shares``, all of as many features; and, if wanted, their
+    ``sums``, which partial results are without. Each program has some positions, and a run of samples.
 
     A tile has laps where others have samples, so that a thread loads all shares of a row at once, and samples where
     they have features.
@@ -203,9 +203,10 @@ def unite(
         sum_var += var
     if not EARLY:
         tiles.begin_next(CHAINED)
-    at = sums + split * P + p
-    tl.store(at, tl.sum(sum_mean, tiles.WARPS, keep_dims=True), mask=p < P)
-    tl.store(at + splits * P, tl.sum(sum_var, tiles.WARPS, keep_dims=True), mask=p < P)
+    if sums is not None:
+        at = sums + split * P + p
+        tl.store(at, tl.sum(sum_mean, tiles.WARPS, keep_dims=True), mask=p < P)
+        tl.store(at + splits * P, tl.sum(sum_var, tiles.WARPS, keep_dims=True), mask=p < P)
 
 
 @triton.jit(do_not_specialize=["number", "C", "parts", "laps"])

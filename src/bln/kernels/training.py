@@ -219,8 +219,13 @@ def measure(
     return partials, parts
 
 
-def unite(shares: Tensor, statistics: Tensor, sums: Tensor, n: int, p: int, c: int, chosen: launch.Launch) -> None:
-    """Statistics of rows, behind those of ``c`` features, and their ``sums``, of the shares that laps have."""
+def unite(
+    shares: Tensor, statistics: Tensor, sums: Tensor | None, n: int, p: int, c: int, chosen: launch.Launch
+) -> None:
+    """Statistics of rows, behind those of ``c`` features, and their ``sums``, of the shares that laps have.
+
+    A thread has all shares of a row, whatever the tile.
+    """
     samples = min(32, launch.power_of_two(chosen.run))
     shape = launch.power_of_two(chosen.laps), samples, 1, 128 // samples
     sharing.unite[(launch.cdiv(p, shape[-1]) * chosen.splits,)](

@@ -523,8 +523,7 @@ def inference(
 @lru_cache(maxsize=4096)
 def shares(n: int, p: int, c: int, *, itemsize: int, processors: int, shared: int) -> Launch:
     """For what laps have of rows, at inference. Their features are within a warp, so that warps do not wait for each
-    other: (64, 784, 512) takes 2.3 times a copy so in all, 2.9 in the tiles of training. Small inputs have fewer
-    programs: (32, 196, 512) takes 2.9 with up to eight for each multiprocessor, 3.7 with 16.
+    other: (64, 784, 512) takes 2.3 times a copy so in all, 2.9 in the tiles of training.
     """
     number = laps(p, c)
     features = power_of_two(c // number)
@@ -533,5 +532,6 @@ def shares(n: int, p: int, c: int, *, itemsize: int, processors: int, shared: in
     tile = 1, rows, features // rows, positions
     splits = max(1, most * processors // _blocks(p, positions, number)[0])
     chosen = swept(n, p, c, tile, across=True, masked=False, side=4, warps=1, splits=splits, laps=number)
-    # The same for any n: which threads have what, and in which order they add, follows from it.
-    return replace(chosen, stages=fitting(3, 8 * itemsize * prod(tile), shared))
+    # Stages are the same for any n: which threads have what, and in which order they add, follows from them.
+    # (32, 196, 512) takes 2.9 with four, 3.7 with three, in bfloat16.
+    return replace(chosen, stages=fitting(4 if itemsize == 2 else 3, 8 * itemsize * prod(tile), shared))

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from bln.kernels import backward, forward, inference, launch, population, sharing, synchronized, tiles
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
+POPULATION = ["batch_mean", "batch_var", "feature_mean", "feature_var", "kept_inverse_m", "updates", "samples"]
 INPUTS, COUNTERS = ["x", "second", "y", "dy", "dx"], ["updates", "samples"]
 POINTERS = [
     "gamma",
@@ -25,10 +26,7 @@ POINTERS = [
     "partials",
     "rows",
     "joined",
-    "batch_mean",
-    "batch_var",
-    "feature_mean",
-    "feature_var",
+    *POPULATION[:-2],
     "counts",
     "hidden",
     "finite",
@@ -84,7 +82,13 @@ def share(kernels, n, p, c, dtype, training):
     if back:
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
     else:
-        phases = [{"MEASURE": False, "NORMALIZE": True, "SHARED": True}]
+        one = {
+            "ALL": chosen.concluding(p, c, training["pooled"]),
+            "AVERAGE": False,
+            "SPREAD": False,
+            **dict.fromkeys(POPULATION),
+        }
+        phases = [{"MEASURE": False, "NORMALIZE": True, "SHARED": True, **one}]
     for phase in phases:
         name = f"{kernels.__name__.split('.')[-1]} shared {n}, {p}, {c}"
         build(kernels.sweep, name, dtype, chosen.warps, constants | phase, ["inverse_m", "sums"])
@@ -111,18 +115,22 @@ def main() -> None:
                     build(kernels.resident, name, dtype, chosen.warps, constants)
                     if chosen.blocks == 1 and not back:
                         constants |= {"AVERAGE": False, "SPREAD": n > 1}
-                        build(forward.single, f"single {about}", dtype, chosen.warps, constants, ["kept_inverse_m"])
+                        build(forward.single, f"single {about}", dtype, chosen.warps, constants)
                     continue
                 constants |= {"MASKED": masked, "POOLED": pooled, "EARLY": chosen.early, "SHARED": False}
                 constants |= chosen.in_laps
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
                 names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
-                alone = chosen.splits == chosen.laps == 1 and not pooled
+                alone = not chosen.in_two(pooled)
                 for first in (True,) if alone else (True, False):
                     phases = dict(zip(names, (first, alone or not first), strict=True))
-                    partials = {"partials": None} if alone else {}
+                    phases |= {"partials": None} if alone else {}
+                    if not back:
+                        concluding = 0 if first else chosen.concluding(p, c, pooled)
+                        phases |= {"ALL": concluding, "AVERAGE": False, "SPREAD": bool(concluding)}
+                        phases |= {} if concluding and not masked else dict.fromkeys(POPULATION)
                     build(
-                        kernels.sweep, name, dtype, chosen.warps, constants | phases | partials,
+                        kernels.sweep, name, dtype, chosen.warps, constants | phases,
                         ["inverse_m", "sums"] if masked else ["sums"],
                     )  # fmt: skip
             chosen = launch.inference(n, p, c, **training)

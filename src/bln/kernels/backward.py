@@ -194,7 +194,7 @@ def _store_parameters(
     rows, block, dgamma, dbeta, p, c, P, C, positions, BP: tl.constexpr, ACROSS: tl.constexpr, POOLED: tl.constexpr,
     LAPS: tl.constexpr, TOUCHED: tl.constexpr,
 ):  # fmt: skip
-    """What the columns of a block give together, in ``LAPS`` those of each one; ``POOLED``, each block has what all
+    """What the columns of a block give together, in ``LAPS`` those of each one; ``POOLED``, the first has what all
     give.
     """
     if LAPS > 1:
@@ -203,12 +203,11 @@ def _store_parameters(
             rows, (dgamma, dbeta), 2, wide, C * LAPS, block, 0, 1, p, c, P, C, positions, BP, LAPS, TOUCHED
         )
     else:
-        once = (p < P) & (p >= block * BP)  # not what is in two blocks
-        if POOLED:
-            once = tl.full([1, 1, 1, 1], 0, tl.int32) == block
-        dgamma, dbeta = tl.where(once, dgamma, 0.0), tl.where(once, dbeta, 0.0)
-        if ACROSS and not POOLED:
-            dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
+        if not POOLED:
+            once = (p < P) & (p >= block * BP)  # not what is in two blocks
+            dgamma, dbeta = tl.where(once, dgamma, 0.0), tl.where(once, dbeta, 0.0)
+            if ACROSS:
+                dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
         _store_line(rows + 2 * block.to(tl.int64) * C, dgamma, dbeta, c, C)
 
 
@@ -385,13 +384,16 @@ def sweep(
                     dot_B += tl.load(of + parts * columns, mask=in_column, other=0.0)
                     dot_F += tl.load(of + 2 * parts * columns, mask=in_column, other=0.0)
         if not SHARED:
-            if split == 0:
+            first_of_all = split
+            if POOLED:
+                first_of_all = tl.program_id(0)
+            if first_of_all == 0:
                 if not POOLED or LAPS == 1:
                     _store_parameters(
                         rows, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C, positions,
                         BP, ACROSS, POOLED, LAPS, TOUCHED,
                     )  # fmt: skip
-                elif block == 0:
+                else:
                     _store_features(rows, statistics, partials, w_B, w_F, features, eps)
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(

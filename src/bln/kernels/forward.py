@@ -33,14 +33,29 @@ def _store_columns(
 
 
 @triton.jit
-def _store_features(statistics, partials, count, C):
-    """Means and variances of all columns, of a partial result of all positions."""
-    for start in range(0, C, 256):
-        c = start + tl.arange(0, 256)[None, None, None, :]
-        mean = tl.load(partials + c, mask=c < C, other=0.0)
-        square = tl.load(partials + C + c, mask=c < C, other=0.0)
-        tl.store(statistics + c, mean, mask=c < C)
-        tl.store(statistics + C + c, square / count, mask=c < C)
+def _conclude(
+    statistics, partials, parts, kept, updates, samples, C, known, m, entries_factor, m_factor, momentum,
+    AVERAGE: tl.constexpr, SPREAD: tl.constexpr, CHAINED: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The statistics of one slab, of partial results with ``ALL`` features: stored, and let into the population, if
+    there is one.
+    """
+    p, c = tl.zeros([1, 1], tl.int32), tl.arange(0, ALL)[None, :]
+    if kept[0] is not None:
+        counts, totals, old = population.recall(kept, updates, samples, p, c, 1, known, C, m)
+    tiles.wait_for_previous(CHAINED)
+    count, mean, square, sum_mean, sum_var = sharing.join(partials, parts, c, c < C, C, p, 1)
+    divisor = tl.maximum(count, 1.0)
+    var = square / divisor
+    tl.store(statistics + c, mean, mask=c < C)
+    tl.store(statistics + C + c, var, mask=c < C)
+    if kept[0] is not None:
+        entering = p < tl.where(tl.sum(square * 0.0) + tl.sum(sum_var * 0.0) == 0, 1, 0)
+        new = mean, var * entries_factor, sum_mean / divisor, sum_var / divisor * m_factor, 1.0 / m
+        population.let_in(
+            kept, updates, samples, counts, totals, old, new, p, c, entering, entering & (c < C), known, C, m,
+            momentum, AVERAGE, SPREAD,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -226,30 +241,43 @@ def _normalize(
         tiles.put(y + start * step + at, out, there, FULL)
 
 
-@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
+@triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts", "known", "m"])
 def sweep(
     x, y, hidden, gamma, beta, statistics, partials, inverse_m, N, P, C, run, splits, parts, mix_eps, scale, eps,
+    batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m, updates, samples,
+    known, m, entries_factor, m_factor, momentum,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, POOLED: tl.constexpr,
     MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
-    SHARED: tl.constexpr = False, LAPS: tl.constexpr = 1, TOUCHED: tl.constexpr = 1,
+    SHARED: tl.constexpr = False, LAPS: tl.constexpr = 1, TOUCHED: tl.constexpr = 1, ALL: tl.constexpr = 0,
+    AVERAGE: tl.constexpr = False, SPREAD: tl.constexpr = False,
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
     Of the first alone, ``splits`` programs for each block of positions leave partial results; the second alone reads
     ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
-    second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
+    second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``. Where statistics are those of one
+    slab, the second sweep may have one program more, with ``ALL`` features, which stores them and lets them into the
+    population.
 
     In several ``LAPS``, ``statistics`` of the first sweep are the shares of rows alone, and partial results are without
     sums over rows: see ``sharing``. ``TOUCHED`` is the number of laps that a tile may have a part of.
     """
     if NORMALIZE or EARLY:
         tiles.begin_next(CHAINED)
-    if not MEASURE:
-        tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, last = split * run, tl.minimum(N, (split + 1) * run)
+    if ALL > 0:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            kept = batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m
+            _conclude(
+                statistics, partials, parts, kept, updates, samples, C * LAPS, known, m, entries_factor, m_factor,
+                momentum, AVERAGE, SPREAD, CHAINED, ALL,
+            )  # fmt: skip
+            block, first = block * 0, last  # it has no samples
+    if not MEASURE:
+        tiles.wait_for_previous(CHAINED)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     rows, columns = statistics, P.to(tl.int64) * C
@@ -298,14 +326,12 @@ def sweep(
                 )
         divisor = tl.maximum(count, 1.0)
         var_B = square / divisor
-        if split == 0:
-            if not POOLED or LAPS == 1:
+        if ALL == 0:
+            if split == 0:
                 column, in_column = tiles.column(p, folded, P, C, ACROSS, POOLED)
                 _store_columns(statistics, column, in_column, columns, mean_B, var_B, TILE, ACROSS, SIDE)
-            elif block == 0:
-                _store_features(statistics, partials, divisor, features)
-            _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, positions, features)
-            _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, positions, features)
+                _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, positions, features)
+                _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, positions, features)
         if MASKED or SHARED:  # there is one for each position
             inverse_m = tl.load(inverse_m + q, mask=q < Q, other=1.0)
         w_B, w_F = tiles.weights(inverse_m, mix_eps, scale)

@@ -15,6 +15,7 @@ _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
 _LAP = 32  # features of a lap, see ``laps``
+_CONCLUDING = 4096  # features at most of which one program makes the statistics of a slab
 _EARLY = 2**20  # values at most of which the next launch begins early: see ``slabs.chain``
 
 
@@ -161,6 +162,16 @@ class Launch:
             "num_warps": self.warps,
             "enable_fp_fusion": True,
         }
+
+    def in_two(self, pooled: bool) -> bool:
+        """Whether the sweeps are two launches."""
+        return self.splits > 1 or self.laps > 1 or pooled
+
+    def concluding(self, p: int, c: int, pooled: bool) -> int:
+        """Features, up to a power of two, of the program that the second launch has more, see ``forward.sweep``, where
+        statistics are those of one slab; 0 if there is none. Not if there are so many that it would be the last.
+        """
+        return power_of_two(c) if (p == 1 or pooled) and self.in_two(pooled) and c <= _CONCLUDING else 0
 
     def places(self, p: int) -> int:
         """Blocks that a lap may be in. See ``sharing``."""

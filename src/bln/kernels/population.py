@@ -90,10 +90,10 @@ def let_in(
             tl.store(samples + row * known + p, totals[row], mask=entering)
 
 
-@triton.jit(do_not_specialize=["programs", "N", "P", "C", "positions", "known", "m"])
+@triton.jit(do_not_specialize=["programs", "N", "P", "C", "known", "m"])
 def enter(
     statistics, finite, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
-    programs, N, P, C, positions, known, m, entries_factor, m_factor, momentum,
+    programs, N, P, C, known, m, entries_factor, m_factor, momentum,
     ACROSS: tl.constexpr, SIDE: tl.constexpr, AVERAGE: tl.constexpr, SPREAD: tl.constexpr, CHAINED: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def enter(
         statistics: What ``forward`` wrote.
         finite: What ``programs`` wrote: 1 where they met only finite variances. By default at the end of the
             statistics.
-        batch_mean, ...: The population, for ``known`` positions, of which the first ``positions`` are met here.
+        batch_mean, ...: The population, for ``known`` positions, of which the first ``P`` are met here.
         entries_factor, m_factor: Make variances unbiased.
         ACROSS: Positions lie side by side in the statistics, as in the input.
         SIDE: The number of features is a multiple of it: so many are read at once.
@@ -116,12 +116,12 @@ def enter(
     _, C = tiles.sides(P, C, False, SIDE)
     p, c = (tl.program_id(0) * BP + tl.arange(0, BP))[:, None], tl.arange(0, BC)[None, :]
     kept = batch_mean, batch_var, feature_mean, feature_var, inverse_m
-    counts, totals, old = recall(kept, updates, samples, p, c, positions, known, C, m)
+    counts, totals, old = recall(kept, updates, samples, p, c, P, known, C, m)
     tiles.wait_for_previous(CHAINED)
-    real, in_column = p < positions, (p < positions) & (c < C)
+    real, in_column = p < P, (p < P) & (c < C)
     column = tiles.column_offset(p, c, P, C, ACROSS)
     mean = tl.load(statistics + column, mask=in_column)
-    var = tl.load(statistics + positions.to(tl.int64) * C + column, mask=in_column)
+    var = tl.load(statistics + P.to(tl.int64) * C + column, mask=in_column)
     mean_F, var_F = tiles.load_pair(statistics, P.to(tl.int64) * (C + N) + p, real)
     program = tl.arange(0, BF)
     if finite is None:
@@ -130,7 +130,7 @@ def enter(
         program_flags = finite
     bad = tl.sum(1.0 - tl.load(program_flags + program, mask=program < programs, other=1.0))
     new = mean, var * entries_factor, mean_F, var_F * m_factor, 1.0 / m
-    entering = p < tl.where(bad == 0, positions, 0)
+    entering = p < tl.where(bad == 0, P, 0)
     let_in(
         kept, updates, samples, counts, totals, old, new, p, c, entering, entering & (c < C), known, C, m, momentum,
         AVERAGE, SPREAD,

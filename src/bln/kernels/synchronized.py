@@ -29,7 +29,7 @@ from .slabs import (
     options,
     processors,
 )
-from .training import gradients_of, measure, parameters, statistics_size, summed
+from .training import NOTHING, gradients_of, measure, parameters, statistics_size, summed
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -261,11 +261,12 @@ class _Train(torch.autograd.Function):
         joined = _join_messages(synchronized.gather(message, task.group), q, c, chosen.across, task, remember)
         inverse_m = joined[q * (2 * c + 3) :]
         y = torch.empty_like(x)
-        forward.sweep[(chosen.blocks * chosen.splits,)](
-            x, y, None, gamma, beta, statistics, joined, inverse_m, n, *chosen.extents(p, c),
-            chosen.run, chosen.splits, 1, numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False, POOLED=pooled,
-            MEASURE=False, NORMALIZE=True, SHARED=True, **chosen.in_laps, **chain(x.device)[0],
-            **chosen.constants,
+        concluding = chosen.concluding(p, c, pooled)
+        forward.sweep[(chosen.blocks * chosen.splits + bool(concluding),)](
+            x, y, None, gamma, beta, statistics, joined, inverse_m, n, *chosen.extents(p, c), chosen.run, chosen.splits,
+            1, numbers.mix_eps, numbers.scale, numbers.eps, *NOTHING.buffers, *NOTHING.numbers, MASKED=False,
+            POOLED=pooled, MEASURE=False, NORMALIZE=True, ALL=concluding, SHARED=True, **chosen.in_laps,
+            **chain(x.device)[0], **chosen.constants,
         )  # fmt: skip
         ctx.rest = slabs, numbers, task
         ctx.save_for_backward(x, gamma, beta, statistics, joined[2 * q * c :], inverse_m)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,36 +88,47 @@ def train(
     return y, Statistics(batch_mean, batch_var, feature_mean, feature_var, inverse_m)
 
 
-def _entry(
-    kept: Population, momentum: float | None, entries: int, m: int
-) -> tuple[list[Tensor], tuple[float, ...], dict[str, bool]]:
-    """For a kernel that updates the population: its buffers, numbers and constants."""
-    numbers = kept.inverse_m.numel(), m, formula.bessel(entries), formula.bessel(m), momentum or 0.0
-    return population.buffers(kept), numbers, {"AVERAGE": momentum is None, "SPREAD": entries > 1}
+class _Memory(NamedTuple):
+    """What a kernel that updates the population is given: its buffers, numbers and constants."""
+
+    buffers: list[Any]
+    numbers: tuple[float, ...]
+    constants: dict[str, bool]
 
 
-def _enter(remember: Remembered, statistics: Tensor, slabs: Slabs, chosen: launch.Launch, m: int) -> None:
-    """Update the population, if there is one, with the statistics of slabs."""
+NOTHING = _Memory([None] * 7, (0, 0, 0.0, 0.0, 0.0), {"AVERAGE": False, "SPREAD": False})
+
+
+def _memory(remember: Remembered, entries: int, m: int) -> _Memory:
+    """Of so many entries and samples."""
     if remember is None:
+        return NOTHING
+    kept, momentum = remember
+    numbers = kept.inverse_m.numel(), m, formula.bessel(entries), formula.bessel(m), momentum or 0.0
+    buffers = population.buffers(kept)
+    population.written(buffers)
+    return _Memory(buffers, numbers, {"AVERAGE": momentum is None, "SPREAD": entries > 1})
+
+
+def _enter(memory: _Memory, statistics: Tensor, slabs: Slabs, chosen: launch.Launch) -> None:
+    """Update the population, if there is one, with the statistics of slabs."""
+    if memory is NOTHING:
         return
-    n, p, c, across, pooled = slabs
-    positions, entries = (1, n * p) if pooled else (p, n)
+    n, p, c, across, _ = slabs
     columns = launch.power_of_two(c)
     # (25, 256, 6) takes 2.7 times a copy with small blocks, else 2.9; (32, 12544, 64) in bfloat16 1.54 with 16 columns
     # for each thread, 1.58 with eight, 1.63 with four.
-    size, each = (256, 128) if positions * columns <= 2**16 else (2048, 512)
-    block = max(1, min(size // columns, launch.power_of_two(positions)))
+    size, each = (256, 128) if p * columns <= 2**16 else (2048, 512)
+    block = max(1, min(size // columns, launch.power_of_two(p)))
     finite, flags = None, chosen.flags
     _, after = chain(statistics.device)
     if flags > 4096:  # each program reads all
         finite, flags, after = statistics[2 * p * (c + n + 1) :][:flags].amin(), 1, {"CHAINED": False}
-    buffers, about, how = _entry(*remember, entries, m)
-    population.enter[(launch.cdiv(positions, block),)](
-        statistics, finite, *buffers, flags, n, p, c, positions, *about, ACROSS=across and not pooled,
-        SIDE=math.gcd(c, 4), BP=block, BC=columns, BF=launch.power_of_two(flags),
-        num_warps=max(1, min(8, columns * block // each)), **how, **after,
+    population.enter[(launch.cdiv(p, block),)](
+        statistics, finite, *memory.buffers, flags, n, p, c, *memory.numbers, ACROSS=across, SIDE=math.gcd(c, 4),
+        BP=block, BC=columns, BF=launch.power_of_two(flags), num_warps=max(1, min(8, columns * block // each)),
+        **memory.constants, **after,
     )  # fmt: skip
-    population.written(buffers)
 
 
 def _forward(
@@ -136,27 +147,30 @@ def _forward(
     chosen = choose(slabs, x.element_size(), x.device, left is not None, False)
     eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
+    memory = _memory(remember, n * p if pooled else n, x.shape[0])
     if chosen.resident:
         given = x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps
         constants = {**begin, **chosen.constants}
-        if remember is not None and chosen.blocks == 1:
-            buffers, about, how = _entry(*remember, n, x.shape[0])
-            forward.single[(1,)](*given, *buffers, *about, **how, **constants)
-            population.written(buffers)
+        if chosen.blocks == 1 and memory is not NOTHING:
+            forward.single[(1,)](*given, *memory.buffers, *memory.numbers, **memory.constants, **constants)
         else:
             forward.resident[(chosen.programs,)](*given, **constants)
-            _enter(remember, statistics, slabs, chosen, x.shape[0])
+            _enter(memory, statistics, slabs, chosen)
         return y, statistics
 
-    alone = chosen.splits == chosen.laps == 1 and not pooled
+    alone = not chosen.in_two(pooled)
+    concluding = chosen.concluding(p, c, pooled)
     partials, parts = (None, 1) if alone else measure(x, statistics, left, slabs, numbers, chosen)
     hidden, _, weight = left or (None, None, inverse_m)
-    forward.sweep[(chosen.blocks * chosen.splits,)](
-        x, y, hidden, gamma, beta, statistics, partials, weight, n, *chosen.extents(p, c),
-        chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=alone,
-        NORMALIZE=True, EARLY=chosen.early, **chosen.in_laps, **(begin if alone else after), **chosen.constants,
+    learned = memory if concluding else NOTHING
+    forward.sweep[(chosen.blocks * chosen.splits + bool(concluding),)](
+        x, y, hidden, gamma, beta, statistics, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits,
+        parts, mix_eps, scale, eps, *learned.buffers, *learned.numbers, MASKED=left is not None, POOLED=pooled,
+        MEASURE=alone, NORMALIZE=True, ALL=concluding, EARLY=chosen.early, **learned.constants, **chosen.in_laps,
+        **(begin if alone else after), **chosen.constants,
     )  # fmt: skip
-    _enter(remember, statistics, slabs, chosen, x.shape[0])
+    if not concluding:
+        _enter(memory, statistics, slabs, chosen)
     return y, statistics
 
 
@@ -191,8 +205,8 @@ def measure(
     rows = statistics if laps == 1 else torch.empty(2 * n * p * laps, dtype=torch.float32, device=x.device)
     forward.sweep[(programs,)](
         x, x, hidden, None, None, rows, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits, 1,
-        mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled, MEASURE=True, NORMALIZE=False,
-        EARLY=chosen.early, **chosen.in_laps, **begin, **chosen.constants,
+        mix_eps, scale, eps, *NOTHING.buffers, *NOTHING.numbers, MASKED=left is not None, POOLED=pooled, MEASURE=True,
+        NORMALIZE=False, EARLY=chosen.early, **chosen.in_laps, **begin, **chosen.constants,
     )  # fmt: skip
     if laps > 1:
         sums = partials[-2 * chosen.splits * p :]
@@ -257,7 +271,7 @@ def _backward(
     chosen = choose(slabs, x.element_size(), x.device, left is not None, True)
     eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
-    lines = chosen.flags if chosen.laps == 1 else 1 if pooled else chosen.places(p)
+    lines = 1 if pooled else chosen.flags if chosen.laps == 1 else chosen.places(p)
     rows = torch.empty(1, lines, 2 * c, dtype=torch.float32, device=x.device)
     if chosen.resident:
         backward.resident[(chosen.programs,)](
@@ -279,7 +293,7 @@ def _backward(
             **(begin if sum_ else after), **chosen.constants,
         )  # fmt: skip
 
-    if chosen.splits == laps == 1 and not pooled:
+    if not chosen.in_two(pooled):
         sweep(sums, None, 1, True, True)
         return dx, parameters(rows)
     q, parts = (1, programs if laps == 1 else chosen.parts(p)) if pooled else (p, chosen.splits)

@@ -412,6 +412,44 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6 * scale)  # another order of sums
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
+@pytest.mark.parametrize(
+    ("shape", "channel_dim", "concluded"),
+    [
+        ((70, 300), 1, True),  # dense, shared by several programs
+        ((70, 4100), 1, False),  # the same, more features than one program makes statistics of
+        ((9, 5, 5, 24), -1, True),  # pooled
+        ((6, 24, 5, 5), 1, True),  # the same, positions side by side
+        ((4, 128, 12, 12), 1, True),  # the same, features in laps
+    ],
+)
+def test_a_population_learns_of_one_slab_unless_anything_is_not_finite(
+    shape, channel_dim, concluded, monkeypatch, anew
+):
+    monkeypatch.setattr(slabs, "processors", lambda device: 16)
+    monkeypatch.setattr(launch, "_RESIDENT", 0)
+    case = case_of(shape, channel_dim, per_position=len(shape) == 2)
+    x, features = to_device(case).x, shape[channel_dim]
+    seen = slabs.Slabs.of(x, channel_dim % x.dim(), case.per_position)
+    chosen = slabs.choose(seen, 4, x.device, False, False)
+    assert (chosen.concluding(seen.p, features, seen.pooled) > 0) is concluded
+    theirs = Population(features, ()).to(DEVICE)
+    mine = copy.deepcopy(theirs)
+    for bad in (None, torch.nan, torch.inf, None):
+        x = torch.randn_like(x)
+        if bad is not None:
+            x.view(-1)[-1] = bad
+        with poisoned():
+            _, found = kernels.train(x, None, None, **options(case))
+            kernels.train(x, None, None, **options(case), remember=(mine, 0.3))
+        m, entries = bln.functional.count(case.to_rows(x).shape[:-1], None, case.per_position)
+        theirs.update(found, m, entries, None, (), 0.3)
+    assert mine.updates.eq(2).all()
+    assert torch.equal(mine.samples, theirs.samples)
+    for name, value in mine.named_buffers():
+        torch.testing.assert_close(value, getattr(theirs, name), rtol=1e-5, atol=1e-5, msg=name)  # an order of sums
+
+
 @pytest.mark.parametrize("channel_dim", [1, 2])
 @pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize(

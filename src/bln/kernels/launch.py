@@ -320,7 +320,7 @@ def training(
         tile, side = arrange(n, c, warps, slab, held, side)
         even, known = power_of_two(n) == n, _known(c, tile, across)
         programs = min(p, processors * max(1, 8 // warps))
-        # (256, 3136, 64) takes 1.46 with three blocks ahead, 1.50 with two; (128, 3136, 64) 1.42 with three, 1.39 with two.
+        # (256, 3136, 64) takes 1.46 with three blocks ahead, 1.50 with two, but (128, 3136, 64) 1.42 and 1.39.
         stages = 1 if few else fitting(4 if short and slab > 8192 else 3, size * slab, shared)
         return Launch(tile, across, side, _long(n, p, c), even, known, warps, p, True, programs, stages=stages)
 

@@ -40,7 +40,8 @@ def fill(markdown: str, docs: Path) -> str:
         "variants": lambda docs: variants(_summary(docs), docs / "results" / "figures"),
         "arrivals": lambda docs: arrivals(_search(docs)),
         "calibration": lambda docs: calibration(_search(docs)),
-        "kernels": lambda docs: kernels(docs / "results" / "layer.csv"),
+        "kernels": lambda docs: kernels(_timings(docs)),
+        "goals": lambda docs: goals(_timings(docs)),
     }
     return PLACE.sub(lambda place: "\n\n".join(makers[place[1]](docs)), markdown)
 
@@ -48,24 +49,121 @@ def fill(markdown: str, docs: Path) -> str:
 PEAK = 4.8e12  # bytes a second, of an H200's memory by its data sheet
 
 
-def kernels(path: Path) -> Iterator[str]:
-    """Forward and backward on a GPU, as ``benchmarks/layer.py`` wrote them."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+class Timing(NamedTuple):
+    """A line of what ``benchmarks/layer.py`` wrote."""
+
+    row: Mapping[str, str]
+    size: int  # of the tensor, in bytes
+    slab: int  # of what is at one position
+    last: bool  # the features
+    dense: bool
+
+    def __str__(self) -> str:
+        shape, layout = self.row["shape"].replace(", -", ""), "" if self.last else "NCHW, "
+        return f"({shape}), {layout}{self.row['type']}"
+
+    def ratio(self, name: str) -> float:
+        """A column; NaN where nothing was measured."""
+        return float(self.row[name] or "nan")
+
+
+def _timings(docs: Path) -> list[Timing]:
+    found = []
+    with (docs / "results" / "layer.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            sizes = [int(size) for size in re.findall(r"\d+", row["shape"])]
+            each = 4 if row["type"] == "float32" else 2
+            size, slab = math.prod(sizes) * each, sizes[0] * sizes[-1] * each
+            found.append(Timing(row, size, slab, row["layout"] == "features last", len(sizes) == 2))
+    return found
+
+
+def kernels(timings: Sequence[Timing]) -> Iterator[str]:
+    """Forward and backward on a GPU."""
     for direction, unit, tensors, more in (("forward", "copy us", 2, ["inference"]), ("backward", "add us", 3, [])):
         names = [f"{name} {direction}" for name in ("BLN", "pooled", "BN", "LN", "compiled")] + more
         if direction == "backward":
             names.append("host / BN")
         head = ["shape", "layout", "type", unit, *(name.removesuffix(f" {direction}") for name in names), "of peak"]
         lines = []
-        for row in rows:
-            size = math.prod(map(int, re.findall(r"\d+", row["shape"]))) * (4 if row["type"] == "float32" else 2)
-            seconds = float(row[unit]) * float(row[f"BLN {direction}"]) * 1e-6
-            share = f"{100 * tensors * size / seconds / PEAK:.0f} %"
-            layout = row["layout"].removeprefix("features ")
-            lines.append([row["shape"], layout, row["type"], row[unit], *(row[name] for name in names), share])
+        for each in timings:
+            seconds = each.ratio(unit) * each.ratio(f"BLN {direction}") * 1e-6
+            share = f"{100 * tensors * each.size / seconds / PEAK:.0f} %"
+            about = [each.row["shape"], each.row["layout"].removeprefix("features "), each.row["type"], each.row[unit]]
+            lines.append([*about, *(each.row[name] for name in names), share])
         yield f"### {direction.capitalize()}"
         yield _table(head, lines)
+
+
+MIB, KIB = 2**20, 2**10
+
+
+class Goal(NamedTuple):
+    """At most such a ratio, wherever a timing counts."""
+
+    words: str
+    column: str
+    most: float
+    counts: Callable[[Timing], bool]
+
+
+def _held(t: Timing) -> bool:
+    return t.last and not t.dense and t.slab <= 64 * KIB and t.size >= 64 * MIB
+
+
+def _swept(t: Timing) -> bool:
+    return (t.dense or t.slab > 64 * KIB) and t.size >= 8 * MIB
+
+
+def _across(t: Timing) -> bool:
+    return not t.last and t.slab <= 64 * KIB and t.size >= 8 * MIB
+
+
+def _large(t: Timing) -> bool:
+    return t.size >= 8 * MIB
+
+
+GOALS = [
+    Goal(f"{direction}, {words}", f"{column} {direction}", most, counts)
+    for direction, limits in (("forward", (1.25, 1.75, 1.75, 1.5)), ("backward", (1.3, 1.8, 1.8, 1.6)))
+    for most, (words, column, counts) in zip(
+        limits,
+        (
+            ("features last, 64 MiB and more, slabs up to 64 KiB", "BLN", _held),
+            ("larger slabs, and dense", "BLN", _swept),
+            ("pooled", "pooled", _large),
+            ("`NCHW`, slabs up to 64 KiB", "BLN", _across),
+        ),
+        strict=True,
+    )
+] + [
+    Goal("inference, features last", "inference", 1.2, lambda t: t.last and _large(t)),
+    Goal("inference, `NCHW`", "inference", 1.2, lambda t: not t.last and _large(t)),
+    Goal("host, small inputs", "host / BN", 2.0, lambda t: True),
+]  # fmt: skip
+
+
+def goals(timings: Sequence[Timing]) -> Iterator[str]:
+    """Which figures have been reached, and which have not; then where something else is faster."""
+    lines = []
+    for goal in GOALS:
+        met = [(each.ratio(goal.column), str(each)) for each in timings if each.row[goal.column] and goal.counts(each)]
+        ratios = sorted(ratio for ratio, _ in met)
+        reached = sum(ratio <= goal.most for ratio in ratios)
+        furthest = max(met)[1] if reached < len(met) else ""
+        between = f"{ratios[0]:g} to {ratios[-1]:g}"
+        lines.append([goal.words, f"{goal.most:g}", f"{reached} of {len(met)}", between, furthest])
+    yield _table(["", "at most", "reached", "measured", "furthest"], lines)
+    for name, words in (("BN", "BatchNorm"), ("LN", "LayerNorm"), ("compiled", "The compiled formula")):
+        compared = [
+            (each.ratio(f"{name} {direction}"), each.ratio(f"BLN {direction}"), f"{direction} on {each}")
+            for direction in ("forward", "backward")
+            for each in timings
+            if each.row[f"{name} {direction}"]
+        ]
+        faster = [f"{where}, {theirs:g} and BLN {ours:g}" for theirs, ours, where in compared if theirs <= ours]
+        which = f": {'; '.join(faster)}." if faster else "."
+        yield f"{words} is as fast or faster in {len(faster)} of {len(compared)} cases{which}"
 
 
 def _summary(docs: Path) -> Summary:

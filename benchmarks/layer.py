@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--without-compiler", action="store_true", help="leave the compiled formula out: faster")
     parser.add_argument("--out", type=Path, help="a folder for layer.csv and figures/layer.png")
     arguments = parser.parse_args()
+    torch.compiler.config.force_disable_caches = True  # a launch chosen beside other programs would be chosen again
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device; benchmarks/cpu.py does not")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)

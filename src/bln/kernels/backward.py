@@ -286,13 +286,13 @@ def sweep(
 
     ``partials`` are column sums ``[3, splits, P, C]``, of which the second sweep alone reads ``parts``; ``sums`` is
     what the second sweep needs of each row; ``rows`` is what each block of positions gives to the gradients of gamma
-    and beta, ``[blocks, 2, C]``.
+    and beta, ``[blocks, 2, C]``, or ``POOLED`` what all give, ``[2, C]``.
 
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
 
     In several ``LAPS``, the first sweep leaves shares of ``sums``; ``rows`` is what each block gives of each lap, see
-    ``sharing.store_sums``, or ``POOLED`` what all columns give.
+    ``sharing.store_sums``.
     """
     if DIFFERENTIATE or EARLY:
         tiles.begin_next(CHAINED)

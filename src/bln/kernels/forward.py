@@ -1,16 +1,18 @@
 """Training, forward: Algorithm 1 on slabs ``x[:, p, :]``.
 
-``resident`` holds whole slabs in registers: one read, one write. So does ``single``, which has all of them, and lets
-their statistics into the population. Larger ones are swept over twice, first measured, then normalized. Where there are
-slabs enough for all processors one program does both, and finds some of the slab in the cache the second time; else
-several programs share a slab, and the sweeps are launches of their own: see ``sharing``.
+``resident`` holds whole slabs in registers: one read, one write. Larger ones are swept over twice, first measured, then
+normalized. Where there are slabs enough for all processors one program does both, and finds some of the slab in the
+cache the second time; else several programs share a slab, and the sweeps are launches of their own: see ``sharing``.
+
+Where one program has the statistics of all slabs, it lets them into the population: ``single``, which holds all slabs
+there are, or the one that ``sweep`` has more where there is one slab. Else ``population.enter`` does, afterwards.
 
 Where positions lie side by side, a sample is one run of ``C * P`` values. If there are many features, sweeps go through
 it as through ``LAPS`` times as many positions with as many times fewer features: that many features that follow each
 other are one, and positions begin anew with each. Columns lie where they did. A row has a share in each lap.
 
 All write one buffer of statistics: means of columns and their variances; then pairs of a mean and a variance, those of
-rows and the averages of these over samples ``[P]``; and, for ``population.enter``, for each program whether the
+rows; and, for ``population.enter``, the averages of these over samples ``[P]``, and for each program whether the
 variances it met are finite.
 """
 
@@ -317,8 +319,7 @@ def sweep(
             if POOLED and LAPS > 1:  # there is one part alone
                 mean_B = tiles.of_features(partials, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
                 square = tiles.of_features(partials + features, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
-                at = partials + 2 * features + q
-                count, sum_mean, sum_var = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+                count = tl.load(partials + 2 * features + q)
             else:
                 column, in_column = tiles.column(p, folded, P, C, ACROSS, POOLED)
                 count, mean_B, square, sum_mean, sum_var = sharing.join(
@@ -327,8 +328,9 @@ def sweep(
         divisor = tl.maximum(count, 1.0)
         var_B = square / divisor
         if ALL == 0:
+            tl.static_assert(not POOLED)
             if split == 0:
-                column, in_column = tiles.column(p, folded, P, C, ACROSS, POOLED)
+                column, in_column = tiles.column(p, folded, P, C, ACROSS, False)
                 _store_columns(statistics, column, in_column, columns, mean_B, var_B, TILE, ACROSS, SIDE)
                 _store_averages(statistics, q, sum_mean / divisor, sum_var / divisor, N, positions, features)
                 _store_finite(statistics, block, tl.sum(square * 0.0) + tl.sum(sum_var * 0.0), N, positions, features)

@@ -15,7 +15,7 @@ _RESIDENT = 16384  # values of a slab that registers hold
 _LANES = 32  # threads of a warp
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
 _LAP = 32  # features of a lap, see ``laps``
-_CONCLUDING = 4096  # features at most of which one program makes the statistics of a slab
+_CONCLUDING = 4096  # features of a dense input at most of which one program makes the statistics
 _EARLY = 2**20  # values at most of which the next launch begins early: see ``slabs.chain``
 
 
@@ -169,9 +169,9 @@ class Launch:
 
     def concluding(self, p: int, c: int, pooled: bool) -> int:
         """Features, up to a power of two, of the program that the second launch has more, see ``forward.sweep``, where
-        statistics are those of one slab; 0 if there is none. Not if there are so many that it would be the last.
+        statistics are those of one slab; 0 if there is none. Pooled, there always is, and features are not many.
         """
-        return power_of_two(c) if (p == 1 or pooled) and self.in_two(pooled) and c <= _CONCLUDING else 0
+        return power_of_two(c) if pooled or (p == 1 and self.splits > 1 and c <= _CONCLUDING) else 0
 
     def places(self, p: int) -> int:
         """Blocks that a lap may be in. See ``sharing``."""
@@ -183,7 +183,9 @@ class Launch:
 
     @property
     def flags(self) -> int:
-        """Programs along positions: each says whether what it met is finite, or leaves a row of gradients."""
+        """Programs along positions: each says whether what it met is finite, if ``population.enter`` is to know, or
+        leaves a row of gradients.
+        """
         return self.programs if self.resident else self.blocks
 
 

@@ -1,4 +1,7 @@
-"""Population statistics, updated in one launch where operators take thirty: ``Population.update`` without a mask."""
+"""Population statistics, updated in a launch at most where operators take thirty: ``Population.update`` with no mask.
+
+A kernel of ``forward`` that has all statistics of a mini-batch lets them in itself; of others, ``enter`` does.
+"""
 
 from __future__ import annotations
 

@@ -427,7 +427,7 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
 def test_a_population_learns_of_one_slab_unless_anything_is_not_finite(
     shape, channel_dim, known, momentum, concluded, monkeypatch, anew
 ):
-    monkeypatch.setattr(slabs, "processors", lambda device: 16)
+    monkeypatch.setattr(slabs, "processors", lambda device: 3)
     monkeypatch.setattr(launch, "_RESIDENT", 0)
     case = case_of(shape, channel_dim, per_position=len(shape) < 4)
     x, features, positions = to_device(case).x, shape[channel_dim], (1,) if known else ()
@@ -548,7 +548,8 @@ def test_inference_in_laps_and_of_whole_samples(shape, config, masked, per_posit
     compare_inference(case_of(shape, per_position=per_position, mask=mask), StatisticsConfig.parse(config), known=True)
 
 
-@pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"])
+# What the order of sums depends on is the compiler's: the interpreter, which takes its time, need not try all four.
+@pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"] if GPU else ["TTFF", "TTTT"])
 @pytest.mark.parametrize(
     ("shape", "channel_dim", "per_position"),
     [

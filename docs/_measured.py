@@ -107,24 +107,28 @@ class Goal(NamedTuple):
     counts: Callable[[Timing], bool]
 
 
+def _large(t: Timing) -> bool:
+    return t.size >= 8 * MIB
+
+
+def _small_slabs(t: Timing) -> bool:
+    return not t.dense and t.slab <= 64 * KIB and _large(t)
+
+
 def _held(t: Timing) -> bool:
-    return t.last and not t.dense and t.slab <= 64 * KIB and t.size >= 64 * MIB
+    return t.last and _small_slabs(t) and t.size >= 64 * MIB
 
 
 def _middling(t: Timing) -> bool:
-    return t.last and not t.dense and t.slab <= 64 * KIB and 8 * MIB <= t.size < 64 * MIB
+    return t.last and _small_slabs(t) and t.size < 64 * MIB
 
 
 def _swept(t: Timing) -> bool:
-    return (t.dense or t.slab > 64 * KIB) and t.size >= 8 * MIB
+    return _large(t) and not _small_slabs(t)
 
 
 def _across(t: Timing) -> bool:
-    return not t.last and t.slab <= 64 * KIB and t.size >= 8 * MIB
-
-
-def _large(t: Timing) -> bool:
-    return t.size >= 8 * MIB
+    return not t.last and _small_slabs(t)
 
 
 GOALS = [

@@ -287,7 +287,9 @@ def test_an_infinite_gradient_of_a_lap(per_position):
 
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
 @pytest.mark.parametrize("shape", [(5, 70, 9, 8), (5, 3, 1, 67), (5, 192, 5, 7), (70, 30)])
-def test_laps_and_blocks_that_overlap_where_ranks_are_asked(shape, per_position, chosen, monkeypatch, anew):
+def test_ranks_asked_between_sweeps_of_laps_of_blocks_that_overlap_and_of_one_slab(
+    shape, per_position, chosen, monkeypatch, anew
+):
     """One rank, which hears what it said: the layer without."""
     monkeypatch.setattr(slabs, "processors", lambda device: 16)
     monkeypatch.setattr(bln.synchronized, "gather", lambda message, group: message)
@@ -437,9 +439,8 @@ def test_a_population_learns_of_one_slab_unless_anything_is_not_finite(
     theirs = Population(features, known).to(DEVICE)
     mine = copy.deepcopy(theirs)
     one_column = torch.zeros_like(x)  # whose squares are more than float32 holds, but not those of any row
-    one_column.movedim(channel_dim, -1)[..., 7] = 1e19 * (torch.arange(len(x)) % 2 * 2 - 1).view(
-        -1, *[1] * (x.dim() - 2)
-    )
+    one_column.movedim(channel_dim, -1)[::2, ..., 7] = 1e19
+    one_column.movedim(channel_dim, -1)[1::2, ..., 7] = -1e19
     for bad in (None, torch.nan, torch.inf, one_column, None):
         x = torch.randn_like(x) if bad is not one_column else one_column
         if isinstance(bad, float):
@@ -452,7 +453,9 @@ def test_a_population_learns_of_one_slab_unless_anything_is_not_finite(
     assert mine.updates.reshape(5, -1)[:, 0].eq(2).all()
     assert torch.equal(mine.samples, theirs.samples)
     for name, value in mine.named_buffers():
-        torch.testing.assert_close(value, getattr(theirs, name), rtol=1e-5, atol=1e-5, msg=name)  # an order of sums
+        torch.testing.assert_close(
+            value, getattr(theirs, name), rtol=1e-5, atol=1e-5, msg=name
+        )  # another order of sums
 
 
 @pytest.mark.parametrize("channel_dim", [1, 2])

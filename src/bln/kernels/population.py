@@ -5,17 +5,20 @@ A kernel of ``forward`` that has all statistics of a mini-batch lets them in its
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import formula
 from . import tiles
 
 if TYPE_CHECKING:
     from ..population import Population
+
+    Remembered = tuple[Population, float | None] | None  # a population and its momentum
 
 
 def buffers(kept: Population) -> list[Tensor]:
@@ -26,6 +29,28 @@ def buffers(kept: Population) -> list[Tensor]:
 def written(changed: list[Tensor]) -> None:
     """Tell autograd, which does not see what a kernel writes."""
     torch.autograd.graph.increment_version(changed)
+
+
+class Memory(NamedTuple):
+    """What a kernel that updates the population is given: its buffers, numbers and constants."""
+
+    buffers: list[Any]
+    numbers: tuple[float, ...]
+    constants: dict[str, bool]
+
+
+NOTHING = Memory([None] * 7, (0, 0, 0.0, 0.0, 0.0), {"AVERAGE": False, "SPREAD": False})
+
+
+def memory(remember: Remembered, entries: int, m: int) -> Memory:
+    """For statistics of so many entries and samples."""
+    if remember is None:
+        return NOTHING
+    kept, momentum = remember
+    numbers = kept.inverse_m.numel(), m, formula.bessel(entries), formula.bessel(m), momentum or 0.0
+    given: list[Any] = buffers(kept)
+    written(given)
+    return Memory(given, numbers, {"AVERAGE": momentum is None, "SPREAD": entries > 1})
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import synchronized
 from . import backward, forward, launch, reductions, tiles
-from .population import buffers, mix, weight_of, written
+from .population import NOTHING, buffers, mix, weight_of, written
 from .slabs import (
     Options,
     Slabs,
@@ -29,7 +29,7 @@ from .slabs import (
     options,
     processors,
 )
-from .training import NOTHING, gradients_of, measure, parameters, statistics_size, summed
+from .training import gradients_of, measure, parameters, statistics_size, summed
 
 if TYPE_CHECKING:
     from ..population import Population

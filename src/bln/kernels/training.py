@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .. import formula
 from ..formula import Statistics
 from ..functional import current
 from . import backward, forward, launch, population, sharing
+from .population import NOTHING, Memory
 from .slabs import (
     Entries,
     Options,
@@ -28,9 +28,7 @@ from .slabs import (
 )
 
 if TYPE_CHECKING:
-    from ..population import Population
-
-    Remembered = tuple[Population, float | None] | None  # a population and its momentum
+    from .population import Remembered
 
 
 @on_its_device
@@ -88,29 +86,7 @@ def train(
     return y, Statistics(batch_mean, batch_var, feature_mean, feature_var, inverse_m)
 
 
-class _Memory(NamedTuple):
-    """What a kernel that updates the population is given: its buffers, numbers and constants."""
-
-    buffers: list[Any]
-    numbers: tuple[float, ...]
-    constants: dict[str, bool]
-
-
-NOTHING = _Memory([None] * 7, (0, 0, 0.0, 0.0, 0.0), {"AVERAGE": False, "SPREAD": False})
-
-
-def _memory(remember: Remembered, entries: int, m: int) -> _Memory:
-    """Of so many entries and samples."""
-    if remember is None:
-        return NOTHING
-    kept, momentum = remember
-    numbers = kept.inverse_m.numel(), m, formula.bessel(entries), formula.bessel(m), momentum or 0.0
-    buffers = population.buffers(kept)
-    population.written(buffers)
-    return _Memory(buffers, numbers, {"AVERAGE": momentum is None, "SPREAD": entries > 1})
-
-
-def _enter(memory: _Memory, statistics: Tensor, slabs: Slabs, chosen: launch.Launch) -> None:
+def _enter(memory: Memory, statistics: Tensor, slabs: Slabs, chosen: launch.Launch) -> None:
     """Update the population, if there is one, with the statistics of slabs."""
     if memory is NOTHING:
         return
@@ -147,7 +123,7 @@ def _forward(
     chosen = choose(slabs, x.element_size(), x.device, left is not None, False)
     eps, mix_eps, scale, inverse_m = numbers
     begin, after = chain(x.device)
-    memory = _memory(remember, n * p if pooled else n, x.shape[0])
+    memory = population.memory(remember, n * p if pooled else n, x.shape[0])
     if chosen.resident:
         given = x, y, gamma, beta, statistics, inverse_m, n, p, c, mix_eps, scale, eps
         constants = {**begin, **chosen.constants}

@@ -50,7 +50,7 @@ format: $(READY)
 docs: $(READY)  ## the site, in site/
 	$(BIN)/mkdocs build --strict
 
-bench: $(READY)  ## the tables of the performance page
+bench: $(READY)  ## training on a CPU: a table of the performance page
 	$(BIN)/python benchmarks/cpu.py
 
 $(READY): pyproject.toml constraints.txt

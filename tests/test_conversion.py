@@ -169,11 +169,14 @@ def test_what_cannot_be_kept_or_converted_is_named():
     class FancyBatchNorm(nn.BatchNorm2d):
         pass
 
+    class BatchNormAct2d(nn.BatchNorm2d):
+        pass
+
     net = nn.ModuleDict(
         {
             "group": nn.GroupNorm(2, 6), "instance": nn.InstanceNorm1d(6), "wide": nn.LayerNorm([6, 4]),
-            "rms": MyRMSNorm(), "fancy": FancyBatchNorm(6), "response": nn.LocalResponseNorm(2),
-            "usual": nn.BatchNorm1d(6), "already": BatchLayerNorm(6),
+            "rms": MyRMSNorm(), "fancy": FancyBatchNorm(6), "act": BatchNormAct2d(6),
+            "response": nn.LocalResponseNorm(2), "usual": nn.BatchNorm1d(6), "already": BatchLayerNorm(6),
         }
     )  # fmt: skip
     with pytest.warns(UserWarning, match=r"bln\.convert") as caught:
@@ -181,7 +184,7 @@ def test_what_cannot_be_kept_or_converted_is_named():
     (message,) = [str(w.message) for w in caught]
     for part in (
         "group: its function changes", "instance: its function changes", "wide: left as it is",
-        "rms: left as it is, there is no rule for MyRMSNorm", "fancy: left", "response: left",
+        "rms: left as it is, there is no rule for MyRMSNorm", "fancy: left", "act: left", "response: left",
     ):  # fmt: skip
         assert part in message
     assert "usual" not in message
@@ -190,6 +193,25 @@ def test_what_cannot_be_kept_or_converted_is_named():
     assert isinstance(net["instance"], BatchLayerNorm)
     assert type(net["fancy"]) is FancyBatchNorm
     assert net["group"].population.updates.sum() == 0
+
+
+def test_a_net_without_norms_is_told_of_insert():
+    with pytest.warns(UserWarning, match=r"Sequential has no norms.*bln\.insert"):
+        bln.convert(nn.Sequential(nn.Linear(3, 3)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bln.convert(nn.Sequential(nn.Linear(3, 3), BatchLayerNorm(3)))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_samples_in_the_second_dimension_are_warned_of_once(batch_first):
+    net = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first), nn.Linear(8, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bln.convert(net)
+    said = "".join(str(warning.message) for warning in caught)
+    assert said.count("batch_first=True") == (not batch_first)
+    assert batch_first or "0: this TransformerEncoderLayer has batch_first=False" in said
 
 
 def test_a_transformer_does_not_bypass_the_layer_on_its_fast_path():

@@ -265,6 +265,19 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"mask of shape \(3, 5\).*got \(3, 4\)"):
             batch_layer_norm(torch.ones(3, 4, 5), mask=torch.ones(3, 4, dtype=torch.bool))
 
+    def test_a_population_of_other_inputs(self):
+        x = torch.randn(3, 4, 5)
+        _, own = batch_layer_norm(x, return_statistics=True)
+        batch_layer_norm(x, population=own)
+        with pytest.raises(ValueError, match=r"population\.batch_var has shape \(4, 5\), expected \(5, 4\)"):
+            batch_layer_norm(x, population=own._replace(batch_var=own.batch_var.T))
+        with pytest.raises(ValueError, match=r"population\.inverse_m has shape \(3, 3, 5\), expected \(5,\)"):
+            batch_layer_norm(x, population=own._replace(inverse_m=torch.ones(3, 3, 5)))
+        with pytest.raises(TypeError, match=r"Statistics of five tensors, got Statistics of .*float"):
+            batch_layer_norm(x, population=own._replace(inverse_m=0.2))
+        with pytest.raises(TypeError, match="got tuple of Tensor"):
+            batch_layer_norm(x, population=tuple(own))
+
     def test_a_mask_that_hides_everything(self):
         with pytest.raises(ValueError, match="hides every entry"):
             batch_layer_norm(torch.ones(3, 4, 5), mask=torch.zeros(3, 5, dtype=torch.bool))
@@ -286,6 +299,10 @@ class TestBadInput:
     def test_a_configuration_of_another_type(self):
         with pytest.raises(TypeError, match="StatisticsConfig or a string"):
             StatisticsConfig.parse(15)
+
+    def test_letters_are_not_switches(self):
+        with pytest.raises(TypeError, match=r"True \(population\) or False.*parse\('TTFF'\)"):
+            StatisticsConfig("T", "T", "F", "F")
 
 
 @pytest.mark.parametrize("channel_dim", [1, -1])

@@ -87,7 +87,7 @@ def test_existing_bln_layers_are_left_alone():
 def test_inserting_again_changes_nothing():
     net = bln.insert(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 4))
     first = bln.layers(net)
-    with pytest.raises(ValueError, match="none of the nonlinearities"):
+    with pytest.raises(ValueError, match="each nonlinearity of GraphModule has a BatchLayerNorm behind it already"):
         bln.insert(net, torch.randn(2, 4))
     assert bln.layers(net) == first
 
@@ -148,9 +148,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match="works in place"):
             bln.insert(InPlace(), torch.randn(2, 4))
 
-    def test_an_example_that_does_not_fit(self):
-        with pytest.raises(ValueError, match="example does not run through the model"):
+    def test_an_example_that_does_not_fit(self, capsys):
+        with pytest.raises(ValueError, match=r"model: mat1 and mat2 .*2x5 and 4x4.*It was \(2, 5\); pass an input"):
             bln.insert(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 5))
+        assert capsys.readouterr().err == ""
+
+    def test_a_module_in_place_of_its_type(self):
+        with pytest.raises(TypeError, match=r"a module type such as nn\.Tanh, or a tuple of some, got \(Tanh\(\),\)"):
+            bln.insert(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4), after=nn.Tanh())
 
     def test_nothing_to_stand_behind(self):
         with pytest.raises(ValueError, match=r"Linear has none of the nonlinearities Tanh.*pass after="):

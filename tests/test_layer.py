@@ -444,7 +444,7 @@ class TestBadInput:
             ({"momentum": 1.5}, r"momentum must be None \(plain average\) or in \[0, 1\], got 1.5"),
             ({"momentum": -0.1}, "momentum must be"),
             ({"config": "TTT"}, "'TTT' is not a configuration"),
-            ({"position_shape": (4, 0)}, r"positive sizes, got \(4, 0\)"),
+            *(({"position_shape": shape}, "or a tuple of such, got") for shape in ((4, 0), 0, 8.0, "8", (4, 0.5))),
             ({"position_shape": 4, "per_position": False}, "goes with per_position=True"),
         ],
     )
@@ -458,14 +458,15 @@ class TestBadInput:
         [
             (torch.randn(4, 5, 6), None, ValueError, "expected 3 features along dimension 1, got 5"),
             (torch.randn(3), None, ValueError, "expected an input"),
-            (torch.randn(4, 3), None, ValueError, r"positions \(\), but statistics are kept for positions \(6,\)"),
+            (torch.randn(4, 3), None, ValueError, r"positions \(\), but .* for positions \(6,\).*a layer of its own"),
             (torch.randn(4, 3, 7), None, ValueError, r"\(1\) position_shape=.*\(2\) per_position=False"),
             (torch.randn(4, 3, 6, 2), None, ValueError, r"positions \(6, 2\)"),
             (torch.randn(0, 3, 6), None, ValueError, "empty"),
             (torch.ones(4, 3, 6, dtype=torch.int32), None, TypeError, "floating point"),
             (torch.ones(4, 3, 6, dtype=torch.cfloat), None, TypeError, "floating point"),
+            (torch.ones(4, 3, 6).to(torch.float8_e4m3fn), None, TypeError, "16 bits or more, got torch.float8"),
             (torch.randn(4, 3, 6), torch.ones(4, 6), TypeError, "boolean mask"),
-            (torch.randn(4, 3, 6), [[True] * 6] * 4, TypeError, "boolean mask, true at real entries, got list"),
+            (torch.randn(4, 3, 6), [[True] * 6] * 4, TypeError, "true at real entries, got list; try torch.tensor"),
             (np.ones((4, 3, 6)), None, TypeError, "expected a torch.Tensor as input, got ndarray"),
             (torch.randn(4, 3, 6), torch.ones(4, 3, dtype=torch.bool), ValueError, r"mask of shape \(4, 6\)"),
             (torch.randn(4, 3, 6), torch.zeros(4, 6, dtype=torch.bool), ValueError, "hides every entry"),
@@ -480,11 +481,34 @@ class TestBadInput:
             layer(x, mask)
         assert_same_state(layer, before)
 
+    def test_other_images_are_not_told_to_be_sequences(self):
+        layer = BatchLayerNorm(3, position_shape=(8, 8))
+        with pytest.raises(ValueError, match=r"Ways out: \(1\) per_position=False.*\(2\) pad or crop"):
+            layer(torch.randn(4, 3, 5, 5))
+        layer = BatchLayerNorm(3)
+        layer(torch.randn(4, 3))
+        with pytest.raises(ValueError, match=r"kept for inputs without positions, \(N, C\)"):
+            layer(torch.randn(4, 3, 5, 5))
+
+    def test_a_checkpoint_of_batch_norm_is_to_be_loaded_first(self):
+        with (
+            pytest.warns(UserWarning, match=r"running_mean is a BatchNorm's: load .* then call bln\.convert"),
+            pytest.raises(RuntimeError, match="Missing key"),
+        ):
+            BatchLayerNorm(3).load_state_dict(torch.nn.BatchNorm2d(3).state_dict())
+
     def test_a_bad_configuration_leaves_the_old_one(self):
         layer = BatchLayerNorm(3, config="FTFF")
         with pytest.raises(ValueError, match="not a configuration"):
             layer.config = "FT"
         assert str(layer.config) == "FTFF"
+
+
+def test_integers_of_any_kind_are_sizes():
+    layer = BatchLayerNorm(np.int64(3), position_shape=(np.int64(4), 5))
+    assert type(layer.num_features) is int
+    assert layer.population.position_shape == (4, 5)
+    assert BatchLayerNorm(3, position_shape=np.int32(7)).population.position_shape == (7,)
 
 
 def test_repr_tells_what_was_chosen():

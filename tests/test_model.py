@@ -171,6 +171,10 @@ class TestCalibrate:
         assert [module.training for module in model.modules()] == modes
         assert model[2].momentum == 0.1
 
+    def test_a_tensor_is_no_iterable_of_batches(self):
+        with pytest.raises(TypeError, match=r"got one tensor of shape \(12, 1, 6, 6\).*pass \[x\], or x\.split\(25\)"):
+            bln.calibrate(net(), images())
+
     def test_no_batches(self):
         model = net()
         model(images())

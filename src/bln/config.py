@@ -29,6 +29,13 @@ class StatisticsConfig:
     feature_mean: bool
     feature_std: bool
 
+    def __post_init__(self) -> None:
+        if not all(isinstance(switch, bool) for switch in astuple(self)):
+            raise TypeError(
+                f"each statistic is True (population) or False (current mini-batch), got {astuple(self)}; letters are "
+                "read by StatisticsConfig.parse('TTFF')"
+            )
+
     @classmethod
     def parse(cls, value: str | StatisticsConfig) -> StatisticsConfig:
         """Read four letters such as ``"TTFF"``; a ``StatisticsConfig`` passes through."""

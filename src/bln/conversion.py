@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
+_SECOND = "this {} has batch_first=False, but BLN takes the first dimension for samples; build it with batch_first=True"
 
 
 def convert(
@@ -31,11 +33,12 @@ def convert(
     The function is kept where BLN can express it, so a pretrained net gives the same outputs in ``eval()`` up to
     ``mix_eps`` (which is the old layer's eps): a BatchNorm hands over its running statistics and starts at ``1/m = 0``,
     a LayerNorm at ``1/m = 1``. Training then moves ``1/m`` to the truth. Parameters are the same objects as before, so
-    an optimizer keeps working.
+    an optimizer keeps working. Samples must come first, as ever with BLN: build transformers with ``batch_first=True``.
 
     GroupNorm and InstanceNorm (without running statistics) normalize each sample over positions, which BLN does
-    not: they are replaced too, but their function changes until the net is trained. A warning names those, and the
-    layers that look like norms and could not be converted.
+    not: they are replaced too, but their function changes until the net is trained. A warning names those, the layers
+    that look like norms and could not be converted, subclasses of norms among them, and modules that take samples
+    second; and says so if there is nothing to convert.
 
     With ``process_group`` all BLN layers are synchronized over its ranks: those made here, and those that were there,
     which keep statistics, parameters and configuration.
@@ -65,6 +68,8 @@ def convert(
     like = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     for path, module in model.named_modules():
         name, kind = path or "the model", type(module)
+        if isinstance(module, BatchLayerNorm):
+            continue
         if kind in _BATCH_NORMS:
             replacements[module] = _from_batch_norm(module, like, per_position)
             if kind is nn.SyncBatchNorm:
@@ -81,14 +86,21 @@ def convert(
             notes.append(f"{name}: its function changes, {module} normalized each sample over positions; train it")
         elif kind is nn.LayerNorm:
             notes.append(f"{name}: left as it is, {module} spans more than the last axis")
-        elif re.search(r"Norm(\dd)?$", kind.__name__) and not isinstance(module, BatchLayerNorm):
+        elif isinstance(module, _NORMS) or re.search(r"Norm(\dd)?$", kind.__name__):
             notes.append(f"{name}: left as it is, there is no rule for {kind.__name__}")
+    if any(type(module) is nn.LayerNorm for module in replacements):
+        notes += [f"{name}: {_SECOND.format(type(module).__name__)}" for name, module in _samples_second(model)]
 
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replacements:
                 setattr(parent, name, replacements[child])
     converted = replacements.get(model, model)
+    if not (notes or any(isinstance(module, BatchLayerNorm) for module in converted.modules())):
+        notes.append(
+            f"{type(model).__name__} has no norms, and is as it was; bln.insert(model, example) puts BLN behind its "
+            "nonlinearities"
+        )
     for module in converted.modules():
         _leave_fast_path(module)
         if isinstance(module, BatchLayerNorm) and process_group is not None:
@@ -141,6 +153,17 @@ def _from_layer_norm(norm: nn.LayerNorm, like: Tensor, per_position: bool) -> Ba
     layer.population.inverse_m.fill_(1)
     layer.population.mark_seen(["inverse_m"], 1)
     return layer
+
+
+def _samples_second(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost modules whose inputs have samples in the second dimension."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        attention = getattr(module, "self_attn", module)  # which a transformer's layer asks
+        inside = any(not outer or name.startswith(outer + ".") for outer, _ in found)
+        if getattr(attention, "batch_first", None) is False and not inside:
+            found.append((name, module))
+    return [(name or "the model", module) for name, module in found]
 
 
 def _leave_fast_path(module: nn.Module) -> None:

@@ -95,6 +95,8 @@ def batch_layer_norm(
                 f"feature along dimension {channel_dim} of the input {tuple(x.shape)}"
             )
 
+    if population is not None:
+        _check_population(population, x, channel_dim)
     y, statistics = normalize(
         x, weight, bias, mask, channel_dim=channel_dim, per_position=per_position, eps=eps, mix_eps=mix_eps,
         dim_scale=dim_scale, population=population, config=config,
@@ -192,8 +194,10 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: boo
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a torch.Tensor as input, got {type(x).__name__}")
     shape = tuple(x.shape)
-    if not x.is_floating_point():
-        raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first, as in x.float()")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise TypeError(
+            f"expected a real floating point input of 16 bits or more, got {x.dtype}; convert it first, as in x.float()"
+        )
     if not (len(shape) >= 2 and -len(shape) < channel_dim < len(shape) and channel_dim != 0):
         raise ValueError(
             f"expected an input (N, C), (N, C, *positions) or, with channel_dim=-1, (N, *positions, C); "
@@ -206,7 +210,8 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: boo
         return channel_dim
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try mask.bool()")
+        way = "mask.bool()" if isinstance(mask, Tensor) else "torch.tensor(mask)"
+        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try {way}")
     expected = shape[:channel_dim] + shape[channel_dim + 1 :]
     if tuple(mask.shape) != expected:
         raise ValueError(
@@ -216,6 +221,25 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: boo
     if not synchronized and can_look(mask) and not mask.any():
         raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")
     return channel_dim
+
+
+def _check_population(population: Statistics, x: Tensor, channel_dim: int) -> None:
+    """Refuse statistics that are not those of such inputs."""
+    if not isinstance(population, Statistics) or not all(isinstance(value, Tensor) for value in population):
+        kinds = ", ".join(type(v).__name__ for v in population) if isinstance(population, tuple) else ""
+        raise TypeError(
+            f"population must be a bln.functional.Statistics of five tensors, got {type(population).__name__}"
+            + (f" of {kinds}" if kinds else "")
+        )
+    rows = x.movedim(channel_dim, -1).shape
+    for name, value in zip(Statistics._fields, population, strict=True):
+        whole = rows if name.startswith("batch") else rows[:-1]
+        fits = all(size in (1, there) for size, there in zip(value.shape[::-1], whole[::-1], strict=False))
+        if value.dim() > len(whole) or not fits:
+            raise ValueError(
+                f"population.{name} has shape {tuple(value.shape)}, expected {tuple(whole[1:])}, or one that spreads "
+                f"to it, for the input {tuple(x.shape)} with features at dimension {channel_dim}"
+            )
 
 
 def can_look(value: Tensor) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from .layer import BatchLayerNorm
@@ -70,6 +72,8 @@ def insert(
         {'_1_bln': BatchLayerNorm(8, channel_dim=-1, position_shape=None, config=TTFF)}
     """
     after = after if isinstance(after, tuple) else (after,)
+    if not all(isinstance(kind, type) for kind in after):
+        raise TypeError(f"after must be a module type such as nn.Tanh, or a tuple of some, got {after}")
     try:
         graph = Tracer().trace(model)
     except Exception as error:
@@ -81,7 +85,10 @@ def insert(
     _propagate_shapes(traced, example if isinstance(example, tuple) else (example,))
 
     names = {kind.__name__.lower() for kind in after}
-    found = [node for node in traced.graph.nodes if _wants_layer(traced, node, after, names)]
+    nonlinear = [node for node in traced.graph.nodes if _is_nonlinear(traced, node, after, names)]
+    found = [node for node in nonlinear if not _has_layer(traced, node)]
+    if nonlinear and not found:
+        raise ValueError(f"each nonlinearity of {type(model).__name__} has a BatchLayerNorm behind it already")
     if not found:
         raise ValueError(
             f"{type(model).__name__} has none of the nonlinearities {', '.join(kind.__name__ for kind in after)}; "
@@ -120,26 +127,33 @@ class Tracer(fx.Tracer):
 def _propagate_shapes(traced: fx.GraphModule, example: tuple[Any, ...]) -> None:
     modes = [(module, module.training) for module in traced.modules()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), redirect_stderr(StringIO()):  # where it prints the error, too
             ShapeProp(traced.eval()).propagate(*example)
     except Exception as error:
-        raise ValueError(f"the example does not run through the model ({error}); pass an input, or a tuple") from error
+        given = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in example)
+        raise ValueError(
+            f"the example does not run through the model: {error.__cause__ or error}. It was {given}; pass an input, "
+            "or a tuple of inputs"
+        ) from error
     finally:
         for module, training in modes:
             module.training = training
 
 
-def _wants_layer(traced: fx.GraphModule, node: fx.Node, after: tuple[type, ...], names: set[str]) -> bool:
-    """A nonlinearity on samples and features, without a BLN behind it."""
+def _is_nonlinear(traced: fx.GraphModule, node: fx.Node, after: tuple[type, ...], names: set[str]) -> bool:
+    """A nonlinearity, on samples and features."""
     if node.op == "call_module":
         nonlinear = type(traced.get_submodule(str(node.target))) in after
     else:
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         nonlinear = node.op in ("call_function", "call_method") and str(name).strip("_").replace("_", "") in names
-    if not nonlinear or len(node.meta["tensor_meta"].shape) < 2:
-        return False
+    return nonlinear and len(node.meta["tensor_meta"].shape) >= 2
+
+
+def _has_layer(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """A BLN behind it."""
     behind = [traced.get_submodule(str(user.target)) for user in node.users if user.op == "call_module"]
-    return not any(isinstance(module, BatchLayerNorm) for module in behind)
+    return any(isinstance(module, BatchLayerNorm) for module in behind)
 
 
 def _refuse_in_place(node: fx.Node) -> None:

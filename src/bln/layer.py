@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import warnings
+from collections.abc import Iterable
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +93,7 @@ class BatchLayerNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(num_features, int) or num_features < 1:
+        if not isinstance(num_features, SupportsIndex) or index(num_features) < 1:
             raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
         if not isinstance(channel_dim, int) or channel_dim == 0:
             raise ValueError(
@@ -99,14 +102,11 @@ class BatchLayerNorm(nn.Module):
         functional.check_eps(eps, mix_eps)
         if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
             raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum!r}")
-        if isinstance(position_shape, int):
-            position_shape = (position_shape,)
         if position_shape is not None and not per_position:
             raise ValueError("position_shape goes with per_position=True; pooled statistics have no positions")
-        if position_shape is not None and any(size < 1 for size in position_shape):
-            raise ValueError(f"position_shape must hold positive sizes, got {tuple(position_shape)}")
+        positions = None if position_shape is None else _sizes(position_shape)
 
-        self.num_features = num_features
+        self.num_features = num_features = index(num_features)
         self.channel_dim = channel_dim
         self.per_position = per_position
         self.eps = eps
@@ -118,7 +118,6 @@ class BatchLayerNorm(nn.Module):
         for name, wanted in (("weight", affine), ("bias", affine and bias)):
             parameter = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if wanted else None
             self.register_parameter(name, parameter)
-        positions = tuple(position_shape) if position_shape is not None else None
         self.population = Population(num_features, positions if per_position else (), device, dtype)
         self.reset_parameters()
 
@@ -263,7 +262,13 @@ class BatchLayerNorm(nn.Module):
         self.config = StatisticsConfig(*map(bool, switches))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Keep the configuration where the statistics will be refused."""
+        """Keep the configuration where the statistics will be refused; say what a BatchNorm's are good for."""
+        if prefix + "running_mean" in state_dict:
+            warnings.warn(
+                f"{prefix}running_mean is a BatchNorm's: load that checkpoint into the model as it was, then call "
+                "bln.convert(model), which takes its statistics over",
+                stacklevel=2,
+            )
         saved = state_dict.get(prefix + "population.batch_mean")
         if isinstance(saved, Tensor) and saved.shape[-1:] != (self.num_features,):
             state_dict[prefix + "_extra_state"] = self.get_extra_state()
@@ -291,6 +296,16 @@ class BatchLayerNorm(nn.Module):
         if self._group is not None:
             shown.append(f"process_group={self._group!r}")
         return ", ".join(shown)
+
+
+def _sizes(position_shape: Any) -> tuple[int, ...]:
+    """One size, or several."""
+    given = (position_shape,) if isinstance(position_shape, SupportsIndex) else position_shape
+    if isinstance(given, Iterable):
+        sizes = list(given)
+        if all(isinstance(size, SupportsIndex) and index(size) >= 1 for size in sizes):
+            return tuple(map(index, sizes))
+    raise ValueError(f"position_shape must be an integer of at least 1, or a tuple of such, got {position_shape!r}")
 
 
 def _recomputing() -> bool:

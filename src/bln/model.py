@@ -116,6 +116,11 @@ def calibrate_on(
     ranks: Ranks, model: nn.Module, batches: Iterable[Any], step: Step | None = None, progress: bool = True
 ) -> None:
     """``calibrate`` with ranks that have met already."""
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"expected an iterable of batches, got one tensor of shape {tuple(batches.shape)}, whose samples would be "
+            "taken for batches; pass [x], or x.split(25)"
+        )
     found = required_layers(model)
     unique = list(found.values())
     before = [layer.population.snapshot() for layer in unique]

@@ -316,11 +316,17 @@ def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[s
         return ()
     if len(positions) == len(known) == 1 and positions[0] <= known[0]:
         return (slice(positions[0]),)
+    ways = ["per_position=False, which pools batch statistics over positions and takes any"]
+    if len(positions) == len(known) == 1:
+        ways.insert(0, "position_shape= the longest sequence there will be, shorter ones then use the first positions")
+    if len(positions) == len(known):
+        ways.append("pad or crop inputs to one shape")
+    else:
+        ways.append("a layer of its own for inputs of each kind")
     raise ValueError(
-        f"the input has positions {positions}, but statistics are kept for positions {known}. Ways out: "
-        "(1) position_shape= the longest sequence there will be, shorter ones then use the first positions; "
-        "(2) per_position=False, which pools batch statistics over positions and takes any; "
-        "(3) pad or crop inputs to one shape"
+        f"the input has positions {positions}, but statistics are kept for "
+        f"{f'positions {known}' if known else 'inputs without positions, (N, C)'}. Ways out: "
+        + "; ".join(f"({number}) {way}" for number, way in enumerate(ways, 1))
     )
 
 

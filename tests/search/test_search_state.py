@@ -174,6 +174,8 @@ def test_a_loss_that_is_not_a_scalar():
 def test_metrics_that_do_not_exist():
     with pytest.raises(ValueError, match=r"metric 'f1' is 'f1', expected a function .* or one of 'accuracy'"):
         bln.search(odd_model(), BATCHES, loss=F.cross_entropy, metrics="f1")
+    with pytest.raises(TypeError, match="functions by name"):
+        bln.search(odd_model(), BATCHES, loss=F.cross_entropy, metrics=F.cross_entropy)
     regression = [(x, torch.randn(len(x), 3, dtype=torch.float64)) for x, _ in BATCHES]
     with pytest.raises(ValueError, match=r"'accuracy' is for outputs .* got \(7, 3\) and \(7, 3\)"):
         bln.search(odd_model(), regression, loss=F.mse_loss, metrics="accuracy")
@@ -184,7 +186,7 @@ def test_metrics_that_do_not_exist():
 
 def test_batches_of_another_kind():
     for batches, what in (([x for x, _ in BATCHES], "Tensor"), ([(x, t, t) for x, t in BATCHES], "tuple of 3")):
-        with pytest.raises(ValueError, match=rf"expected batches of \(inputs, targets\), got a .*{what}.* pass step="):
+        with pytest.raises(ValueError, match=rf"expected batches of \(inputs, targets\), got a {what}; .* pass step="):
             bln.search(odd_model(), batches, loss=F.cross_entropy)
     with pytest.raises(ValueError, match=r"must return \(outputs, targets\), got Tensor"):
         bln.search(odd_model(), BATCHES, loss=F.cross_entropy, step=lambda model, batch: model(batch[0]))

@@ -100,7 +100,8 @@ class Evaluator:
         if self._step is not None:
             return batch
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
-            what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list | dict) else type(batch)
+            kind = type(batch).__name__
+            what = f"{kind} of {len(batch)}" if isinstance(batch, tuple | list | dict) else kind
             raise ValueError(
                 f"expected batches of (inputs, targets), got a {what}; inputs may be a tensor, a tuple or a dict. For "
                 "other batches pass step=, a function step(model, batch) that returns (outputs, targets)"

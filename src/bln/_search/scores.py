@@ -62,6 +62,8 @@ class Measure:
             raise TypeError(f"loss must be a function loss(outputs, targets), such as F.cross_entropy; got {loss!r}")
         if isinstance(metrics, str):
             metrics = [metrics]
+        if callable(metrics):
+            raise TypeError(f"metrics must be 'accuracy', or functions by name: {{'name': {metrics!r}}}")
         named: Mapping[str, Function | str]
         named = metrics if isinstance(metrics, Mapping) else {name: name for name in metrics or ()}
         self.metrics = tuple(named)

@@ -313,13 +313,12 @@ def _curves(summary: Summary, settings: Sequence[Setting]) -> str:
 
 def _differences(summary: Summary, settings: Sequence[Setting]) -> str:
     rivals = [(setting, rival) for setting in settings for rival in ("bn", "ln")]
-    found = [difference(summary, setting, "bln", rival, TEST_ACCURACY).t for setting, rival in rivals]
+    found = [difference(summary, setting, "bln", rival, TEST_ACCURACY).estimate for setting, rival in rivals]
     found = [estimate for estimate in found if estimate.n]
     ahead, clear = sum(estimate.mean > 0 for estimate in found), sum(estimate.low > 0 for estimate in found)
     return (
         "A point on the side of *BLN better* is a rival that BLN beats with the same seeds; hollow ones have one seed. "
-        f"In test accuracy BLN is ahead in {ahead} of {len(found)} comparisons, in {clear} with its whole t interval; "
-        "the bars are bootstrap intervals, which of so few seeds are too narrow."
+        f"In test accuracy BLN is ahead in {ahead} of {len(found)} comparisons, in {clear} with its whole interval."
     )
 
 

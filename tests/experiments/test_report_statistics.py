@@ -13,6 +13,7 @@ from bln.experiments.report.statistics import (
     bootstrap_interval,
     mean_interval,
     number,
+    paired_interval,
     share_interval,
 )
 
@@ -46,6 +47,17 @@ def test_bootstrap_covers_what_all_resamples_cover(rng):
     for bound, share in ((found.low, 0.025), (found.high, 0.975)):
         # A drawn quantile lies between the exact ones half a percent away: three times sqrt(.025 * .975 / 10,000).
         assert np.quantile(means, share - 0.005) - 1e-12 <= bound <= np.quantile(means, share + 0.005) + 1e-12
+
+
+def test_paired_differences_have_the_wider_interval(rng):
+    few, many = rng.normal(size=3), np.append(np.zeros(300), [50.0] * 3)  # t is wider here, and at one end there
+    for values in (few, many):
+        found, both = paired_interval(values), (bootstrap_interval(values), mean_interval(values))
+        assert found.mean == pytest.approx(values.mean())
+        assert (found.low, found.high) == (min(e.low for e in both), max(e.high for e in both))
+    assert paired_interval(many).high == bootstrap_interval(many).high > mean_interval(many).high
+    assert paired_interval(few).high == mean_interval(few).high > bootstrap_interval(few).high
+    assert not paired_interval([0.5]).has_interval
 
 
 def test_bootstrap_is_the_same_each_time_and_never_leaves_the_values(rng):

@@ -14,7 +14,7 @@ from enum import Enum
 from itertools import pairwise
 
 from .compare import MEASURES, TEST_ACCURACY, TEST_LOSS, TRAIN_ACCURACY, TRAIN_LOSS, Measure, ended, pairs
-from .statistics import Estimate, bootstrap_interval, mean_interval, share_interval
+from .statistics import Estimate, paired_interval, share_interval
 from .summary import CONFIGURATIONS, Run, Setting, Summary
 
 TOLERANCE = 0.05
@@ -128,8 +128,8 @@ def _interval(values: Sequence[float], few: float) -> tuple[float, float]:
     if len(values) < FEW:
         middle = sum(values) / len(values)
         return min(*values, middle - few), max(*values, middle + few)
-    wide = bootstrap_interval(values), mean_interval(values)
-    return min(estimate.low for estimate in wide), max(estimate.high for estimate in wide)
+    estimate = paired_interval(values)
+    return estimate.low, estimate.high
 
 
 def _few(n: int) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .statistics import Estimate, bootstrap_interval, mean_interval
+from .statistics import Estimate, paired_interval
 from .summary import Run, Setting, Summary
 
 
@@ -50,8 +50,7 @@ def pairs(summary: Summary, setting: Setting, first: str, second: str) -> list[t
 class Difference(NamedTuple):
     """First minus second of a measure, over seeds; pairs in which a run diverged are left out and counted."""
 
-    bootstrap: Estimate
-    t: Estimate
+    estimate: Estimate
     diverged: int
 
 
@@ -59,4 +58,4 @@ def difference(summary: Summary, setting: Setting, first: str, second: str, meas
     """The paired difference of two norms."""
     values = [measure.of(a) - measure.of(b) for a, b in pairs(summary, setting, first, second)]
     kept = [value for value in values if not math.isnan(value)]
-    return Difference(bootstrap_interval(kept), mean_interval(kept), len(values) - len(kept))
+    return Difference(paired_interval(kept), len(values) - len(kept))

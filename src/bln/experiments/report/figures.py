@@ -213,7 +213,7 @@ def data(fraction: float) -> str:
 
 
 def differences(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot | None:
-    """BLN minus BN and BLN minus LN with bootstrap intervals, a panel for each measure; None without a pair."""
+    """BLN minus BN and BLN minus LN with their intervals, a panel for each measure; None without a pair."""
     rows = [
         (setting, rival)
         for setting in settings
@@ -233,7 +233,7 @@ def differences(name: str, caption: str, summary: Summary, settings: Sequence[Se
         grid = figure.subplots(2, 2, sharey=True)
         for axes, measure in zip(grid.flat, MEASURES, strict=True):
             axes.axvline(0, color=INK, linewidth=1, zorder=1)
-            estimates = [difference(summary, setting, "bln", rival, measure).bootstrap for setting, rival in rows]
+            estimates = [difference(summary, setting, "bln", rival, measure).estimate for setting, rival in rows]
             middle = float(np.median([abs(estimate.mean) for estimate in estimates if estimate.n] or [1.0]))
             for at, ((_, rival), estimate) in enumerate(zip(rows, estimates, strict=True)):
                 if not estimate.n:

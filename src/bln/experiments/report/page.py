@@ -157,7 +157,7 @@ def _curves(summary: Summary, task: str, protocol: str) -> Iterator[Plot]:
 def _differences(summary: Summary, task: str, protocol: str, show: Show) -> Iterator[Html]:
     settings = summary.settings(task, protocol)
     yield tag("h3", "BLN minus its rivals")
-    caption = "Paired differences (same seed) with 95 % bootstrap intervals. Hollow: one seed, no interval."
+    caption = "Paired differences (same seed) with 95 % intervals. Hollow: one seed, no interval."
     plot = figures.differences(_slug("differences", task, protocol), caption, summary, settings)
     if plot is None:
         yield tag("p", "Nothing can be paired yet: this takes BLN and BN or LN with the same seed.")
@@ -169,14 +169,17 @@ def _differences(summary: Summary, task: str, protocol: str, show: Show) -> Iter
             if not (ended(summary, setting, "bln") and ended(summary, setting, rival)):
                 continue
             found = [difference(summary, setting, "bln", rival, measure) for measure in MEASURES]
-            pairs = found[0].bootstrap.n + found[0].diverged
+            pairs = found[0].estimate.n + found[0].diverged
             remark = f"{found[0].diverged} of {pairs} with a run that diverged" if found[0].diverged else str(pairs)
-            cells = [each.bootstrap.text(signed=True) if each.bootstrap.n else "" for each in found]
+            cells = [each.estimate.text(signed=True) if each.estimate.n else "" for each in found]
             if pairs == 1:
                 remark += ", no interval"
             where = f"{100 * setting.fraction:g} %, batch {setting.batch_size}"
             rows.append([where, f"BLN \N{MINUS SIGN} {look(rival).name}", *cells, remark])
-    caption = "Mean of the paired differences [95 % interval: paired bootstrap over seeds, 10,000 draws, fixed]."
+    caption = (
+        "Mean of the paired differences [95 % interval over seeds, the wider of two: t, and the paired bootstrap with "
+        "10,000 fixed draws]."
+    )
     yield table(caption, ["setting", "", *(measure.name for measure in MEASURES), "pairs"], rows, "results")
 
 

@@ -205,13 +205,14 @@ def test_a_net_without_norms_is_told_of_insert():
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_samples_in_the_second_dimension_are_warned_of_once(batch_first):
-    net = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first), nn.Linear(8, 2))
+    blocks = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first) for _ in range(2)]
+    net = nn.Sequential(*blocks, nn.Linear(8, 2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         bln.convert(net)
     said = "".join(str(warning.message) for warning in caught)
     assert said.count("batch_first=True") == (not batch_first)
-    assert batch_first or "0: this TransformerEncoderLayer has batch_first=False" in said
+    assert batch_first or "0: TransformerEncoderLayer has batch_first=False" in said
 
 
 def test_a_transformer_does_not_bypass_the_layer_on_its_fast_path():

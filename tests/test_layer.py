@@ -444,7 +444,10 @@ class TestBadInput:
             ({"momentum": 1.5}, r"momentum must be None \(plain average\) or in \[0, 1\], got 1.5"),
             ({"momentum": -0.1}, "momentum must be"),
             ({"config": "TTT"}, "'TTT' is not a configuration"),
-            *(({"position_shape": shape}, "or a tuple of such, got") for shape in ((4, 0), 0, 8.0, "8", (4, 0.5))),
+            *(
+                ({"position_shape": shape}, "must hold positive sizes, as 80")
+                for shape in ((4, 0), 0, 8.0, "8", (4, 0.5))
+            ),
             ({"position_shape": 4, "per_position": False}, "goes with per_position=True"),
         ],
     )

@@ -15,6 +15,7 @@ from . import formula
 from .config import StatisticsConfig
 from .formula import Statistics, Switches
 from .functional import check_eps
+from .population import sizes
 
 _LARGEST = 2**31 - 1
 """Samples are counted up to this: JAX has int32 unless told otherwise. The average then forgets very slowly."""
@@ -211,14 +212,7 @@ def check_options(
         raise ValueError(
             f"momentum must be None (plain average) or in [0, 1], the weight of the old value; got {momentum!r}"
         )
-    if position_shape is None:
-        return None
-    if not per_position:
-        raise ValueError("position_shape goes with per_position=True; pooled statistics have no positions")
-    positions = (position_shape,) if isinstance(position_shape, int) else tuple(position_shape)
-    if any(not isinstance(size, int) or size < 1 for size in positions):
-        raise ValueError(f"position_shape must hold positive sizes, got {positions}")
-    return positions
+    return sizes(position_shape, per_position)
 
 
 def switches_of(config: StatisticsConfig | str) -> list[int]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
-_SECOND = "this {} has batch_first=False, but BLN takes the first dimension for samples; build it with batch_first=True"
 
 
 def convert(
@@ -37,7 +36,7 @@ def convert(
 
     GroupNorm and InstanceNorm (without running statistics) normalize each sample over positions, which BLN does
     not: they are replaced too, but their function changes until the net is trained. A warning names those, the layers
-    that look like norms and could not be converted, subclasses of norms among them, and modules that take samples
+    that look like norms and could not be converted, subclasses of norms among them, and a module that takes samples
     second; and says so if there is nothing to convert.
 
     With ``process_group`` all BLN layers are synchronized over its ranks: those made here, and those that were there,
@@ -89,7 +88,7 @@ def convert(
         elif isinstance(module, _NORMS) or re.search(r"Norm(\dd)?$", kind.__name__):
             notes.append(f"{name}: left as it is, there is no rule for {kind.__name__}")
     if any(type(module) is nn.LayerNorm for module in replacements):
-        notes += [f"{name}: {_SECOND.format(type(module).__name__)}" for name, module in _samples_second(model)]
+        notes += _samples_second(model)
 
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -155,15 +154,16 @@ def _from_layer_norm(norm: nn.LayerNorm, like: Tensor, per_position: bool) -> Ba
     return layer
 
 
-def _samples_second(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost modules whose inputs have samples in the second dimension."""
-    found: list[tuple[str, nn.Module]] = []
+def _samples_second(model: nn.Module) -> list[str]:
+    """A note on the first module whose inputs have samples in the second dimension, if there is one."""
     for name, module in model.named_modules():
         attention = getattr(module, "self_attn", module)  # which a transformer's layer asks
-        inside = any(not outer or name.startswith(outer + ".") for outer, _ in found)
-        if getattr(attention, "batch_first", None) is False and not inside:
-            found.append((name, module))
-    return [(name or "the model", module) for name, module in found]
+        if getattr(attention, "batch_first", None) is False:
+            return [
+                f"{name or 'the model'}: {type(module).__name__} has batch_first=False, but BLN takes the first "
+                "dimension for samples; build the model with batch_first=True"
+            ]
+    return []
 
 
 def _leave_fast_path(module: nn.Module) -> None:

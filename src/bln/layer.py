@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from . import functional, synchronized
 from .config import StatisticsConfig
-from .population import Population
+from .population import Population, sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,9 +101,7 @@ class BatchLayerNorm(nn.Module):
         functional.check_eps(eps, mix_eps)
         if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
             raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum!r}")
-        if position_shape is not None and not per_position:
-            raise ValueError("position_shape goes with per_position=True; pooled statistics have no positions")
-        positions = None if position_shape is None else _sizes(position_shape)
+        positions = sizes(position_shape, per_position)
 
         self.num_features = num_features = index(num_features)
         self.channel_dim = channel_dim
@@ -296,16 +293,6 @@ class BatchLayerNorm(nn.Module):
         if self._group is not None:
             shown.append(f"process_group={self._group!r}")
         return ", ".join(shown)
-
-
-def _sizes(position_shape: Any) -> tuple[int, ...]:
-    """One size, or several."""
-    given = (position_shape,) if isinstance(position_shape, SupportsIndex) else position_shape
-    if isinstance(given, Iterable):
-        sizes = list(given)
-        if all(isinstance(size, SupportsIndex) and index(size) >= 1 for size in sizes):
-            return tuple(map(index, sizes))
-    raise ValueError(f"position_shape must be an integer of at least 1, or a tuple of such, got {position_shape!r}")
 
 
 def _recomputing() -> bool:

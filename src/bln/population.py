@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -310,19 +311,34 @@ class Population(nn.Module):
                 setattr(self, name, value.float())
 
 
+def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
+    """The positions that a layer is to keep statistics for, given as one size or several; ``None`` if it is to learn
+    them.
+    """
+    if position_shape is None:
+        return None
+    if not per_position:
+        raise ValueError("position_shape goes with per_position=True; pooled statistics have no positions")
+    given = (position_shape,) if isinstance(position_shape, SupportsIndex) else position_shape
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(size, SupportsIndex) and index(size) >= 1 for size in found):
+        raise ValueError(f"position_shape must hold positive sizes, as 80 or (28, 28) do, got {position_shape!r}")
+    return tuple(map(index, found))
+
+
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:
     """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
     if known is None or positions == known:
         return ()
     if len(positions) == len(known) == 1 and positions[0] <= known[0]:
         return (slice(positions[0]),)
-    ways = ["per_position=False, which pools batch statistics over positions and takes any"]
-    if len(positions) == len(known) == 1:
+    alike = len(positions) == len(known)
+    ways = [
+        "per_position=False, which pools batch statistics over positions and takes any",
+        "pad or crop inputs to one shape" if alike else "a layer of its own for inputs of each kind",
+    ]
+    if alike and len(known) == 1:
         ways.insert(0, "position_shape= the longest sequence there will be, shorter ones then use the first positions")
-    if len(positions) == len(known):
-        ways.append("pad or crop inputs to one shape")
-    else:
-        ways.append("a layer of its own for inputs of each kind")
     raise ValueError(
         f"the input has positions {positions}, but statistics are kept for "
         f"{f'positions {known}' if known else 'inputs without positions, (N, C)'}. Ways out: "

@@ -5,6 +5,8 @@ import math
 import pytest
 
 from bln.experiments.report.claims import CLAIMS, Verdict, decide, judge, overall
+from bln.experiments.report.compare import TEST_LOSS, difference, pairs
+from bln.experiments.report.statistics import mean_interval
 from bln.experiments.report.summary import authors, read
 from report_runs import run, summary, world
 
@@ -51,6 +53,15 @@ def test_an_interval_on_one_side_decides_and_one_that_holds_0_does_not(sign):
 def test_the_wider_of_both_intervals_decides():
     """The bootstrap of three positive values never reaches 0; the t interval of these does: 1.2 ± 3.0."""
     assert decide([0.1, 1.0, 2.5], 0.0)[0] is OPEN
+
+
+def test_differences_are_shown_with_the_interval_that_decides(rng):
+    found = read(summary(world(rng)))
+    for setting in found.settings("cnn", "paper"):
+        gains = [TEST_LOSS.of(a) - TEST_LOSS.of(b) for a, b in pairs(found, setting, "bln", "bn")]
+        shown = difference(found, setting, "bln", "bn", TEST_LOSS).estimate
+        assert shown.n == len(gains)
+        assert shown.low <= mean_interval(gains).low < shown.mean < mean_interval(gains).high <= shown.high
 
 
 @pytest.mark.parametrize("gains", [[0.06], [0.055, 0.06]])

@@ -63,7 +63,9 @@ class Measure:
         if isinstance(metrics, str):
             metrics = [metrics]
         if callable(metrics):
-            raise TypeError(f"metrics must be 'accuracy', or functions by name: {{'name': {metrics!r}}}")
+            raise TypeError(
+                f"metrics must be 'accuracy', or functions by name, as in {{'share': share}}; got {metrics!r}"
+            )
         named: Mapping[str, Function | str]
         named = metrics if isinstance(metrics, Mapping) else {name: name for name in metrics or ()}
         self.metrics = tuple(named)

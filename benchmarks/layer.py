@@ -5,10 +5,13 @@
 For each shape, type and layout it prints microseconds of ``y.copy_(x)`` and ``torch.add(x, dy, out=dx)``, and as
 multiples of the first the forward, of the second the backward of ``BatchLayerNorm`` (its statistics update included),
 ``BatchNorm`` and ``LayerNorm`` in the same layout, and ``torch.compile`` of the plain formula. The backward is what
-forward and backward take together, less the forward. Inference is ``TTFF``. Calls are replayed from a CUDA graph over
-many random inputs, more than the L2 cache holds; medians of replays. Host time is that of eager calls, forward plus
-backward, beside BatchNorm. With ``--out`` the table is written there as CSV, and drawn; the documentation is made
-from ``--out docs/results``.
+forward and backward take together, less the forward. Sweeps are two launches that compute nothing: one reads all that
+is given, the other reads it again, the last first, and writes as much as an input. Whatever is too large for the chip
+and must be seen whole before anything is written does that at least. Inference is ``TTFF``.
+
+Calls are replayed from a CUDA graph over many random inputs, more than the L2 cache holds; medians of replays. Host
+time is that of eager calls, forward plus backward, beside BatchNorm. With ``--out`` the table is written there as CSV,
+and drawn; the documentation is made from ``--out docs/results``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, nn
 
 import bln
@@ -33,9 +38,9 @@ SHAPES = [  # samples, positions, features
     (1, (16, 16), 6), (4096, (), 4096),
 ]  # fmt: skip
 COLUMNS = [
-    "shape", "layout", "type", "copy us", "BLN forward", "pooled forward", "BN forward", "LN forward",
-    "compiled forward", "inference", "add us", "BLN backward", "pooled backward", "BN backward", "LN backward",
-    "compiled backward", "host / BN",
+    "shape", "layout", "type", "copy us", "BLN forward", "pooled forward", "sweeps forward", "BN forward", "LN forward",
+    "compiled forward", "inference", "add us", "BLN backward", "pooled backward", "sweeps backward", "BN backward",
+    "LN backward", "compiled backward", "host / BN",
 ]  # fmt: skip
 BYTES = 300_000_000  # of inputs a graph walks through: five times an H200's L2 cache
 
@@ -73,6 +78,31 @@ class Plain(nn.Module):
         rows = x.float().movedim(self.at, -1)
         y = formula.transform(rows, current(rows, None, True), self.weight, self.bias, eps=1e-4, mix_eps=1e-4)
         return y.movedim(-1, self.at).to(x.dtype)
+
+
+@triton.jit
+def _sweep(x, dy, y, size, WRITE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of ``x``, and of gradients if there are any: a sum for each program, or the last values first, all of them."""
+    step, first = tl.num_programs(0) * BLOCK, tl.program_id(0) * BLOCK
+    steps = tl.cdiv(size - first, step)
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in tl.range(0, steps, num_stages=4):
+        at = first + (steps - 1 - number if WRITE else number) * step + tl.arange(0, BLOCK)
+        values = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+        if dy is not None:
+            values += tl.load(dy + at, mask=at < size, other=0.0).to(tl.float32)
+        if WRITE:
+            tl.store(y + at, values.to(y.dtype.element_ty), mask=at < size)
+        else:
+            total += values
+    if not WRITE:
+        tl.store(y + tl.program_id(0), tl.sum(total))
+
+
+def two_sweeps(x: Tensor, dy: Tensor | None, y: Tensor, sums: Tensor) -> None:
+    """All that is given, read twice, and as much as an input written."""
+    for to in (sums, y):
+        _sweep[(len(sums),)](x, dy, to, x.numel(), WRITE=to is y, BLOCK=2048, num_warps=4)
 
 
 def replay(calls: list[Callable[[], object]]) -> float:
@@ -129,6 +159,10 @@ def measure(
         "shape": f"{n}, {'x'.join(map(str, positions)) or '-'}, {c}", "layout": "features last" if last else "NCHW",
         "type": str(dtype)[6:], "copy us": round(copy, 1), "add us": round(add, 1),
     }  # fmt: skip
+    sums = torch.empty(3 * torch.cuda.get_device_properties("cuda").multi_processor_count, device="cuda")
+    forward = replay([lambda x=x: two_sweeps(x.detach(), None, out, sums) for x in xs])
+    backward = replay([lambda x=x, dy=dy: two_sweeps(x.detach(), dy, out, sums) for x, dy in zip(xs, dys, strict=True)])
+    row |= {"sweeps forward": round(forward / copy, 2), "sweeps backward": round(backward / add, 2)}
     modules: dict[str, nn.Module] = {
         "BLN": bln.BatchLayerNorm(c, channel_dim=at), "BN": BatchNorm(c, len(positions), at), "LN": LayerNorm(c, at),
     }  # fmt: skip

@@ -80,6 +80,7 @@ def share(kernels, n, p, c, dtype, training):
     constants |= {"MASKED": False, "POOLED": training["pooled"], "EARLY": False, "hidden": None}
     constants |= chosen.in_laps
     if back:
+        constants |= {"sums": None} if chosen.late else {}
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
     else:
         one = {
@@ -120,6 +121,7 @@ def main() -> None:
                 constants |= {"MASKED": masked, "POOLED": pooled, "EARLY": chosen.early, "SHARED": False}
                 constants |= chosen.in_laps
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
+                constants |= {"sums": None} if back and chosen.late else {}
                 names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")
                 alone = not chosen.in_two(pooled)
                 for first in (True,) if alone else (True, False):
@@ -129,10 +131,11 @@ def main() -> None:
                         concluding = 0 if first else chosen.concluding(p, c, pooled)
                         phases |= {"ALL": concluding, "AVERAGE": False, "SPREAD": bool(concluding)}
                         phases |= {} if concluding and not masked else dict.fromkeys(POPULATION)
-                    build(
-                        kernels.sweep, name, dtype, chosen.warps, constants | phases,
-                        ["inverse_m", "sums"] if masked else ["sums"],
-                    )  # fmt: skip
+                    pointers = ["inverse_m", "sums"] if masked else ["sums"]
+                    build(kernels.sweep, name, dtype, chosen.warps, constants | phases, pointers)
+                    if first and not (back or alone):  # of columns alone, for inference
+                        columns = constants | phases | {"statistics": None}
+                        build(kernels.sweep, f"{name} of columns", dtype, chosen.warps, columns, pointers)
             chosen = launch.inference(n, p, c, **training)
             constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
             constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled}
@@ -155,7 +158,8 @@ def main() -> None:
         build(sharing.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
     for sums in ({}, {"sums": None}):
         build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4), **sums}, ["shares", "sums"])
-    build(sharing.pool, "pool", "*fp32", 4, {"EARLY": False, "BR": 4096, "BS": 128, "BLOCK": 8}, ["sums", "pooled"])
+        constants = {"EARLY": False, "BR": 4096, "BS": 128, "BLOCK": 8, **sums}
+        build(sharing.pool, "pool", "*fp32", 4, constants, ["sums", "pooled"])
     for flat in (False, True):
         constants = {"FLAT": flat, "EARLY": False, "BS": 1024, "BLOCK": 8}
         build(backward.add, "add", "*fp32", 8, constants, ["parts", "total"])

@@ -5,6 +5,9 @@ With ``g = dy * gamma``, and averages over samples for each column and over feat
     dx = w_B / sigma_B * (g - average(g) - x_B * average(g * x_B))
        + w_F / sigma_F * (g - average(g) - x_F * average(g * x_F))
 
+A second sweep has whole rows, unless they are in laps, and can find their averages itself; but columns' averages come
+of a first one.
+
 Gradients of gamma and beta are float32 partial rows summed in a fixed order: the same bits each run.
 
 Loops load statistics before tiles: of loads that disagree on which threads hold what, the compiler follows the last.
@@ -143,8 +146,9 @@ def _sums(
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
         d = tiles.fetch(dy + start * step + at, real, FULL).to(tl.float32)
         along = d * (v - mean_F)
-        flat_F, along_F = _row_sums(d, along, r_F, gamma, C * LAPS, TILE, ACROSS, SIDE)
-        tiles.store_pair(sums + start * share_step, share, flat_F, along_F, (n < last) & (p < P), EVEN)
+        if sums is not None:
+            flat_F, along_F = _row_sums(d, along, r_F, gamma, C * LAPS, TILE, ACROSS, SIDE)
+            tiles.store_pair(sums + start * share_step, share, flat_F, along_F, (n < last) & (p < P), EVEN)
         total += reductions.fold(d)
         if SHORT:
             dot_B += reductions.fold(d * v)
@@ -178,11 +182,14 @@ def _differentiate(
         in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
-        flat_F, along_F = tiles.load_pair(sums + start * row_step, row, in_row, EVEN)
+        if sums is not None:
+            flat_F, along_F = tiles.load_pair(sums + start * row_step, row, in_row, EVEN)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
         d = tiles.fetch(dy + start * step + at, real, FULL).to(tl.float32)
-        s_F = w_F * tl.rsqrt(var_F + eps)
-        out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F, gamma, SHORT)
+        r_F = tl.rsqrt(var_F + eps)
+        if sums is None:
+            flat_F, along_F = _row_sums(d, d * (v - mean_F), r_F, gamma, C, TILE, ACROSS, SIDE)
+        out = _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, w_F * r_F, flat_F, along_F, gamma, SHORT)
         if MASKED:
             out = tl.where(in_row, out, 0.0)
         there = tiles.real_values(tiles.real_rows(n, p, last, P, None, q, Q, EVEN, False), c, C, FULL, FEATURES)

@@ -168,8 +168,8 @@ def _measure(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the samples ``first`` to ``last``: those of rows, or their shares, are stored; returned are, of
-    columns, the number of entries, their mean and squares around it, and the sums of the rows' means and variances.
-    What is hidden is so at rows of ``Q`` positions.
+    columns, the number of entries, their mean and squares around it, and the sums of the rows' means and variances, or
+    0 where ``rows`` are not wanted. What is hidden is so at rows of ``Q`` positions.
 
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.
@@ -192,10 +192,11 @@ def _measure(
         in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
         v = tiles.fetch(x + start * step + at, real, FULL).to(tl.float32)
-        mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
-        tiles.store_pair(rows + start * row_step, row, mean_F, var_F, (n < last) & (p < P), EVEN)
-        sum_mean += mean_F  # 0 where there is no row
-        sum_var += var_F
+        if rows is not None:
+            mean_F, var_F = reductions.feature_statistics(v, real, C, TILE, ACROSS, SIDE, FEATURES)
+            tiles.store_pair(rows + start * row_step, row, mean_F, var_F, (n < last) & (p < P), EVEN)
+            sum_mean += mean_F  # 0 where there is no row
+            sum_var += var_F
         entries = reductions.entries(in_row, p, TILE, BN, ACROSS, SIDE, EVEN, POOLED)
         if MASKED:  # as long as a column has no entry, nothing was summed around anything
             here = reductions.over_samples(reductions.fold(v), TILE, ACROSS, SIDE, POOLED) / tl.maximum(entries, 1.0)
@@ -257,11 +258,11 @@ def sweep(
 ):  # fmt: skip
     """One or both sweeps over a run of samples of some positions.
 
-    Of the first alone, ``splits`` programs for each block of positions leave partial results; the second alone reads
-    ``parts`` of them. Statistics ``POOLED`` over positions are partial results of one position, and so read. Where the
-    second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``. Where statistics are those of one
-    slab, the second sweep may have one program more, with ``ALL`` features, which stores them and lets them into the
-    population.
+    Of the first alone, ``splits`` programs for each block of positions leave partial results, and rows if there are
+    ``statistics``; the second alone reads ``parts`` of them. Statistics ``POOLED`` over positions are partial results
+    of one position, and so read. Where the second sweep reads what is ``SHARED`` with other ranks, so is ``inverse_m``.
+    Where statistics are those of one slab, the second sweep may have one program more, with ``ALL`` features, which
+    stores them and lets them into the population.
 
     In several ``LAPS``, ``statistics`` of the first sweep are the shares of rows alone, and partial results are without
     sums over rows: see ``sharing``. ``TOUCHED`` is the number of laps that a tile may have a part of.
@@ -283,7 +284,7 @@ def sweep(
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     rows, columns = statistics, P.to(tl.int64) * C
-    if NORMALIZE or LAPS == 1:
+    if statistics is not None and (NORMALIZE or LAPS == 1):
         rows += 2 * columns
     positions, features = tiles.positions(P, SIDE, LAPS, TOUCHED), C * LAPS  # those there really are
     first_p = tiles.position(block, P, positions, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)

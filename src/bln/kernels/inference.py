@@ -34,7 +34,7 @@ from .slabs import (
     transform,
     turned,
 )
-from .training import measure, statistics_size, unite
+from .training import measure, unite
 
 if TYPE_CHECKING:
     from ..population import Population
@@ -149,13 +149,12 @@ def _batch(
     x: Tensor, left: Entries | None, slabs: Slabs, numbers: Options, kept: Population, config: StatisticsConfig
 ) -> tuple[Tensor, Tensor]:
     """Eqs 18, 19, ``[P, C]``."""
-    n, p, c, across, pooled = slabs
+    _, p, c, across, pooled = slabs
     q = 1 if pooled else p
     mean, var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
     if config.uses_batch:
         chosen = choose(slabs, x.element_size(), x.device, left is not None, False, alone=False)  # never held
-        statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
-        joined, _ = measure(x, statistics, left, slabs, numbers, chosen, most=1)
+        joined, _ = measure(x, None, left, slabs, numbers, chosen, most=1)
         own_mean, square, real, _ = torch.split(joined, [q * c, q * c, q, 2 * q])
         shape = (c, q) if across else (q, c)
         own_mean, square = (t.view(shape).T if across else t.view(shape) for t in (own_mean, square))

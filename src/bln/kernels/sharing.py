@@ -215,12 +215,12 @@ def pool(
     BR: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What ``store_pooled`` left as one partial result. Each program has some features, but the last one the ``sums``
-    of rows, of which there are so many.
+    of rows, of which there are so many, if there are any.
     """
     if EARLY:
         tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
-    if tl.program_id(0) < tl.num_programs(0) - 1:
+    if tl.program_id(0) < tl.num_programs(0) - (0 if sums is None else 1):
         columns = parts.to(tl.int64) * C
         c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
         count = tl.zeros([1, BLOCK], tl.float32)
@@ -237,7 +237,7 @@ def pool(
         tl.store(pooled + c, mean, mask=c < C)
         tl.store(pooled + C + c, square, mask=c < C)
         tl.store(pooled + 2 * C + c, count, mask=c == 0)
-    else:
+    elif sums is not None:
         sum_mean = tl.zeros([BR], tl.float32)
         sum_var = tl.zeros([BR], tl.float32)
         for start in range(0, number, BR):

@@ -285,10 +285,10 @@ class _Train(torch.autograd.Function):
         q, blocks, parts = p, chosen.blocks if laps == 1 else chosen.places(p), chosen.splits
         if pooled:
             q, blocks, parts = 1, 1, programs if laps == 1 else chosen.parts(p)
-        sums = torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
+        sums = None if chosen.late else torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
         begin, _ = chain(x.device)
 
-        def sweep(sums: Tensor, dx: Tensor, partials: Tensor, first: bool) -> None:
+        def sweep(sums: Tensor | None, dx: Tensor, partials: Tensor, first: bool) -> None:
             backward.sweep[(programs,)](
                 x, dy, dx, None, gamma, statistics, partials, sums, None, inverse_m, counts, n, *chosen.extents(p, c),
                 chosen.run, chosen.splits, 1, numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False,
@@ -303,5 +303,5 @@ class _Train(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             message = synchronized.add_up(synchronized.fit(message.view(q, 2, c), (task.known,)), task)
             dx = torch.empty_like(x)
-            sweep(summed(sums) if laps > 1 else sums, dx, message, False)
+            sweep(sums if sums is None or laps == 1 else summed(sums), dx, message, False)
         return dx, *gradients_of(gradient, gamma, beta), None, None, None, None

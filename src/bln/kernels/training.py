@@ -92,9 +92,10 @@ def _enter(memory: Memory, statistics: Tensor, slabs: Slabs, chosen: launch.Laun
         return
     n, p, c, across, _ = slabs
     columns = launch.power_of_two(c)
-    # (25, 256, 6) takes 2.7 times a copy with small blocks, else 2.9; (32, 12544, 64) in bfloat16 1.54 with 16 columns
-    # for each thread, 1.58 with eight, 1.63 with four.
-    size, each = (256, 128) if p * columns <= 2**16 else (2048, 512)
+    # (25, 256, 6) takes 2.7 times a copy with small blocks, else 2.9; (128, 3136, 64) in bfloat16 1.34 with eight
+    # columns for each thread, 1.37 with 16; but (32, 12544, 64) 1.50 with 16, 1.57 with eight.
+    some = p * columns
+    size, each = (256, 128) if some <= 2**16 else (1024, 256) if some <= 2**18 else (2048, 512)
     block = max(1, min(size // columns, launch.power_of_two(p)))
     finite, flags = None, chosen.flags
     _, after = chain(statistics.device)
@@ -159,14 +160,17 @@ _GRID = 2**16 - 1  # programs along the second dimension of one
 
 def measure(
     x: Tensor,
-    statistics: Tensor,
+    statistics: Tensor | None,
     left: Entries | None,
     slabs: Slabs,
     numbers: Options,
     chosen: launch.Launch,
     most: int = _PARTS,
 ) -> tuple[Tensor, int]:
-    """The first sweep of ``forward`` alone: its partial results, and how many there are, not more than ``most``."""
+    """The first sweep of ``forward`` alone: its partial results, and how many there are, not more than ``most``.
+
+    Without ``statistics``, to which those of rows would be written, columns alone are measured.
+    """
     n, p, c, _, pooled = slabs
     eps, mix_eps, scale, inverse_m = numbers
     programs, laps = chosen.blocks * chosen.splits, chosen.laps
@@ -178,30 +182,33 @@ def measure(
     partials = torch.empty(2 * parts * q * c + behind, dtype=torch.float32, device=x.device)
     hidden, _, weight = left or (None, None, inverse_m)
     begin, after = chain(x.device)
-    rows = statistics if laps == 1 else torch.empty(2 * n * p * laps, dtype=torch.float32, device=x.device)
+    shares, sums = None, None
+    if laps > 1 and statistics is not None:
+        shares = torch.empty(2 * n * p * laps, dtype=torch.float32, device=x.device)
+    rows = statistics if laps == 1 else shares
     forward.sweep[(programs,)](
         x, x, hidden, None, None, rows, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits, 1,
         mix_eps, scale, eps, *NOTHING.buffers, *NOTHING.numbers, MASKED=left is not None, POOLED=pooled, MEASURE=True,
         NORMALIZE=False, EARLY=chosen.early, **chosen.in_laps, **begin, **chosen.constants,
     )  # fmt: skip
-    if laps > 1:
+    if shares is not None and statistics is not None:
         sums = partials[-2 * chosen.splits * p :]
-        unite(rows, statistics, sums, n, p, c, chosen)
-        if pooled:
-            joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
-            tall = min(128, launch.power_of_two(parts))
-            block = max(8, 512 // tall)
-            sharing.pool[(launch.cdiv(c, block) + 1,)](
-                partials, sums, joined, chosen.splits * p, c, parts, laps, EARLY=chosen.early,
-                BR=4096, BS=tall, BLOCK=block, num_warps=4, **after,
-            )  # fmt: skip
-            return joined, 1
+        unite(shares, statistics, sums, n, p, c, chosen)
+    if pooled and laps > 1:
+        joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
+        tall = min(128, launch.power_of_two(parts))
+        block = max(8, 512 // tall)
+        sharing.pool[(launch.cdiv(c, block) + (sums is not None),)](
+            partials, sums, joined, chosen.splits * p, c, parts, laps, EARLY=chosen.early,
+            BR=4096, BS=tall, BLOCK=block, num_warps=4, **after,
+        )  # fmt: skip
+        return joined, 1
     while parts > most:
-        tile = _tall(parts)
-        groups = launch.cdiv(parts, tile["BS"])
-        joined = torch.empty(groups * q * (2 * c + 3), dtype=torch.float32, device=x.device)
         across = chosen.across and q > 1
         outer, inner = (c, q) if across else (q, c)
+        tile = _tall(parts, inner)
+        groups = launch.cdiv(parts, tile["BS"])
+        joined = torch.empty(groups * q * (2 * c + 3), dtype=torch.float32, device=x.device)
         sharing.merge[(outer * launch.cdiv(inner, tile["BLOCK"]), groups)](
             partials, joined, q, c, parts, groups, ACROSS=across, EARLY=chosen.early, **tile, **after
         )
@@ -224,12 +231,17 @@ def unite(
     )  # fmt: skip
 
 
-def _tall(number: int) -> dict[str, int]:
-    """A tile that reads so many rows at once; if there are many, of few columns, so that there are many such tiles."""
+def _tall(number: int, width: int) -> dict[str, int]:
+    """A tile that reads so many rows at once; if there are many, of few columns, so that there are many such tiles.
+
+    (4096, 1, 4096) takes 1.79 times an addition backward in float32 with 16 columns, 1.81 with eight; but forward
+    (6272, 1, 512) takes 2.2 times a copy with 16, 2.1 with eight.
+    """
     rows = min(4096, launch.power_of_two(number))
     if rows <= 16:
         return {"BS": rows, "BLOCK": 256, "num_warps": 4}
-    return {"BS": rows, "BLOCK": min(8, 8192 // rows), "num_warps": max(1, min(16, rows // 64))}
+    columns = 16 if width >= 2048 else 8
+    return {"BS": rows, "BLOCK": min(columns, 8192 // rows), "num_warps": max(1, min(16, rows // 64))}
 
 
 def _backward(
@@ -259,9 +271,9 @@ def _backward(
     hidden, counts, weight = left or (None, None, inverse_m)
     programs = chosen.blocks * chosen.splits
     laps = chosen.laps
-    sums = torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
+    sums = None if chosen.late else torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
 
-    def sweep(sums: Tensor, partials: Tensor | None, parts: int, sum_: bool, differentiate: bool) -> None:
+    def sweep(sums: Tensor | None, partials: Tensor | None, parts: int, sum_: bool, differentiate: bool) -> None:
         backward.sweep[(programs,)](
             x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, *chosen.extents(p, c),
             chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
@@ -275,7 +287,7 @@ def _backward(
     q, parts = (1, programs if laps == 1 else chosen.parts(p)) if pooled else (p, chosen.splits)
     partials = torch.empty(3, parts, q * c, dtype=torch.float32, device=x.device)
     sweep(sums, partials, 1, True, False)
-    if laps > 1:
+    if sums is not None and laps > 1:
         sums = summed(sums, chosen.early)
     if parts > (1 if pooled and laps > 1 else _PARTS):
         partials, parts = summed(partials, chosen.early), 1
@@ -294,7 +306,7 @@ def summed(parts: Tensor, early: bool = False) -> Tensor:
     if number == 1:
         return parts.view(outer, width)
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
-    tile = _tall(number)
+    tile = _tall(number, width)
     _, after = chain(parts.device)
     blocks, flat = launch.cdiv(width, tile["BLOCK"]), outer > _GRID
     backward.add[(blocks * outer,) if flat else (blocks, outer)](

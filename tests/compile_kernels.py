@@ -78,7 +78,7 @@ def share(kernels, n, p, c, dtype, training):
     chosen = launch.training(n, p, c, backward=back, alone=False, **training)
     constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
     constants |= {"MASKED": False, "POOLED": training["pooled"], "EARLY": False, "hidden": None}
-    constants |= chosen.in_laps
+    constants |= chosen.in_sweeps
     if back:
         constants |= {"sums": None} if chosen.late else {}
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
@@ -119,7 +119,7 @@ def main() -> None:
                         build(forward.single, f"single {about}", dtype, chosen.warps, constants)
                     continue
                 constants |= {"MASKED": masked, "POOLED": pooled, "EARLY": chosen.early, "SHARED": False}
-                constants |= chosen.in_laps
+                constants |= chosen.in_sweeps
                 constants |= {} if masked else {"hidden": None, **({"counts": None} if back else {})}
                 constants |= {"sums": None} if back and chosen.late else {}
                 names = ("SUM", "DIFFERENTIATE") if back else ("MEASURE", "NORMALIZE")

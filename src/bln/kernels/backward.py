@@ -120,13 +120,14 @@ def resident(
 
 @triton.jit
 def _sums(
-    x, dy, hidden, statistics, sums, mean_B, gamma, p, q, Q, first, last, N, P, C, eps,
+    x, dy, hidden, statistics, sums, mean_B, gamma, p, q, Q, first, last, stride, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
     STAGES: tl.constexpr, LAPS: tl.constexpr,
 ):  # fmt: skip
-    """Over the samples ``first`` to ``last``: what rows need, or their shares of it, is stored; returned are the
-    column sums of dy, dy * (x - mean_B) and dy * x_F. There are rows of ``Q`` positions.
+    """Over the samples of tiles ``stride`` apart, from ``first`` to ``last``: what rows need, or their shares of it, is
+    stored, if it is wanted; returned are the column sums of dy, dy * (x - mean_B) and dy * x_F. There are rows of ``Q``
+    positions.
     """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
@@ -137,7 +138,7 @@ def _sums(
     total = reductions.fold((ns + p + c).to(tl.float32) * 0.0)
     dot_B = total
     dot_F = total
-    for start in tl.range(first, last, BN, num_stages=STAGES):
+    for start in tl.range(first, last, stride, num_stages=STAGES):
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
@@ -163,11 +164,12 @@ def _sums(
 
 @triton.jit
 def _differentiate(
-    x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, q, Q, first, last, N, P, C, eps,
+    x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, q, Q, first, last, stride, N, P,
+    C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of the samples ``first`` to ``last``, the last ones first; 0 at hidden entries. There are rows of ``Q``
+    """dx of the samples that ``_sums`` had, the last ones first; 0 at hidden entries. There are rows of ``Q``
     positions.
     """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
@@ -175,9 +177,9 @@ def _differentiate(
     rows = statistics + 2 * P.to(tl.int64) * C
     at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, q, N, Q, ACROSS, LONG)
     step, row_step = P.to(tl.int64) * C, tiles.row_stride(Q, ACROSS)
-    steps = tl.cdiv(last - first, BN)
+    steps = tl.cdiv(last - first, stride)
     for left in tl.range(0, steps, num_stages=STAGES):
-        start = first + (steps - 1 - left) * BN
+        start = first + (steps - 1 - left) * stride
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
@@ -287,9 +289,9 @@ def sweep(
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, POOLED: tl.constexpr,
     SUM: tl.constexpr, DIFFERENTIATE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
-    SHARED: tl.constexpr = False, LAPS: tl.constexpr = 1, TOUCHED: tl.constexpr = 1,
+    SHARED: tl.constexpr = False, LAPS: tl.constexpr = 1, TOUCHED: tl.constexpr = 1, STRIDED: tl.constexpr = False,
 ):  # fmt: skip
-    """One or both sweeps over a run of samples of some positions; as ``forward.sweep``.
+    """One or both sweeps over some samples of some positions; as ``forward.sweep``.
 
     ``partials`` are column sums ``[3, splits, P, C]``, of which the second sweep alone reads ``parts``; ``sums`` is
     what the second sweep needs of each row; ``rows`` is what each block of positions gives to the gradients of gamma
@@ -306,7 +308,7 @@ def sweep(
     if not SUM:
         tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    first, last = split * run, tl.minimum(N, (split + 1) * run)
+    first, last, stride = tiles.samples_of(split, splits, run, N, BN, STRIDED)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     positions, features = tiles.positions(P, SIDE, LAPS, TOUCHED), C * LAPS  # those there really are
@@ -329,7 +331,7 @@ def sweep(
     s_B = w_B * r_B
     if SUM:
         total, dot_B, dot_F = _sums(
-            x, dy, hidden, statistics, sums, mean_B, g, p, row, positions, first, last, N, P, C, eps,
+            x, dy, hidden, statistics, sums, mean_B, g, p, row, positions, first, last, stride, N, P, C, eps,
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES, LAPS,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
@@ -405,7 +407,7 @@ def sweep(
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, row, positions, first,
-            last, N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
+            last, stride, N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip
 
 

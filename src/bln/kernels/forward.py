@@ -162,14 +162,14 @@ def single(
 
 @triton.jit
 def _measure(
-    x, hidden, rows, p, q, Q, first, last, N, P, C,
+    x, hidden, rows, p, q, Q, first, last, stride, N, P, C,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of the samples ``first`` to ``last``: those of rows, or their shares, are stored; returned are, of
-    columns, the number of entries, their mean and squares around it, and the sums of the rows' means and variances, or
-    0 where ``rows`` are not wanted. What is hidden is so at rows of ``Q`` positions.
+    """Statistics of the samples of tiles ``stride`` apart, from ``first`` to ``last``: those of rows, or their shares,
+    are stored; returned are, of columns, the number of entries, their mean and squares around it, and the sums of the
+    rows' means and variances, or 0 where ``rows`` are not wanted. What is hidden is so at rows of ``Q`` positions.
 
     Columns are summed around the mean of their first few entries. Those are entries too, so the variance is at least
     their share of the squared distance between the two means: the subtraction at the end loses no more than that share.
@@ -187,7 +187,7 @@ def _measure(
     sum_mean = tl.zeros((ns + p).shape, tl.float32)
     sum_var = sum_mean
     count = tl.zeros(entries.shape, tl.float32)
-    for start in tl.range(first, last, BN, num_stages=STAGES):
+    for start in tl.range(first, last, stride, num_stages=STAGES):
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
         real = tiles.real_values(in_row, c, C, FULL, FEATURES)
@@ -219,20 +219,20 @@ def _measure(
 
 @triton.jit
 def _normalize(
-    x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, q, Q, first, last, N, P, C, eps,
+    x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, q, Q, first, last, stride, N, P, C, eps,
     TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Eqs 14-17 of the samples ``first`` to ``last``, the last ones first; hidden entries become 0. There are rows of
+    """Eqs 14-17 of the samples that ``_measure`` had, the last ones first; hidden entries become 0. There are rows of
     ``Q`` positions.
     """
     SHORT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     ns, _, c, _ = tiles.indices(TILE, ACROSS, SIDE)
     at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, q, N, Q, ACROSS, LONG)
     step, row_step = P.to(tl.int64) * C, tiles.row_stride(Q, ACROSS)
-    steps = tl.cdiv(last - first, BN)
+    steps = tl.cdiv(last - first, stride)
     for left in tl.range(0, steps, num_stages=STAGES):
-        start = first + (steps - 1 - left) * BN
+        start = first + (steps - 1 - left) * stride
         n = start + ns
         in_row = tiles.real_rows(n, p, last, P, hidden, q, Q, EVEN, MASKED)
         mean_F, var_F = tiles.load_pair(rows + start * row_step, row, in_row, EVEN)
@@ -254,9 +254,9 @@ def sweep(
     MASKED: tl.constexpr, POOLED: tl.constexpr,
     MEASURE: tl.constexpr, NORMALIZE: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr = False,
     SHARED: tl.constexpr = False, LAPS: tl.constexpr = 1, TOUCHED: tl.constexpr = 1, ALL: tl.constexpr = 0,
-    AVERAGE: tl.constexpr = False, SPREAD: tl.constexpr = False,
+    AVERAGE: tl.constexpr = False, SPREAD: tl.constexpr = False, STRIDED: tl.constexpr = False,
 ):  # fmt: skip
-    """One or both sweeps over a run of samples of some positions.
+    """One or both sweeps over some samples, see ``tiles.samples_of``, of some positions.
 
     Of the first alone, ``splits`` programs for each block of positions leave partial results, and rows if there are
     ``statistics``; the second alone reads ``parts`` of them. Statistics ``POOLED`` over positions are partial results
@@ -270,7 +270,7 @@ def sweep(
     if NORMALIZE or EARLY:
         tiles.begin_next(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    first, last = split * run, tl.minimum(N, (split + 1) * run)
+    first, last, stride = tiles.samples_of(split, splits, run, N, BN, STRIDED)
     if ALL > 0:
         if tl.program_id(0) == tl.num_programs(0) - 1:
             kept = batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m
@@ -292,7 +292,7 @@ def sweep(
     row = tiles.row_position(p, first_p, P, positions, LAPS, TOUCHED)
     if MEASURE:
         count, mean_B, square, sum_mean, sum_var = _measure(
-            x, hidden, rows, p, row, positions, first, last, N, P, C,
+            x, hidden, rows, p, row, positions, first, last, stride, N, P, C,
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED and LAPS == 1, STAGES,
         )  # fmt: skip
     q, Q = row, positions  # where the statistics of a position are, and for how many
@@ -342,6 +342,6 @@ def sweep(
         b = tiles.of_features(beta, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         _normalize(
-            x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, row, positions, first, last, N, P, C, eps,
+            x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, row, positions, first, last, stride, N, P, C, eps,
             TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip

@@ -265,7 +265,7 @@ class _Train(torch.autograd.Function):
         forward.sweep[(chosen.blocks * chosen.splits + bool(concluding),)](
             x, y, None, gamma, beta, statistics, joined, inverse_m, n, *chosen.extents(p, c), chosen.run, chosen.splits,
             1, numbers.mix_eps, numbers.scale, numbers.eps, *NOTHING.buffers, *NOTHING.numbers, MASKED=False,
-            POOLED=pooled, MEASURE=False, NORMALIZE=True, ALL=concluding, SHARED=True, **chosen.in_laps,
+            POOLED=pooled, MEASURE=False, NORMALIZE=True, ALL=concluding, SHARED=True, **chosen.in_sweeps,
             **chain(x.device)[0], **chosen.constants,
         )  # fmt: skip
         ctx.rest = slabs, numbers, task
@@ -292,7 +292,7 @@ class _Train(torch.autograd.Function):
             backward.sweep[(programs,)](
                 x, dy, dx, None, gamma, statistics, partials, sums, None, inverse_m, counts, n, *chosen.extents(p, c),
                 chosen.run, chosen.splits, 1, numbers.mix_eps, numbers.scale, numbers.eps, MASKED=False,
-                POOLED=pooled, SUM=first, DIFFERENTIATE=not first, SHARED=True, **chosen.in_laps, **begin,
+                POOLED=pooled, SUM=first, DIFFERENTIATE=not first, SHARED=True, **chosen.in_sweeps, **begin,
                 **chosen.constants,
             )  # fmt: skip
 

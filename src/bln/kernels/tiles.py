@@ -105,6 +105,20 @@ def position(
 
 
 @triton.jit
+def samples_of(split, splits, run, N, BN: tl.constexpr, STRIDED: tl.constexpr):
+    """Those of one of several programs: the first, where they end, and how far apart its tiles are.
+
+    It has a run of them; or ``STRIDED``, every so manieth tile, so that all programs together go through memory from
+    one end to the other.
+    """
+    if STRIDED:
+        first, last, stride = split * BN, N, splits * BN
+    else:
+        first, last, stride = split * run, tl.minimum(N, (split + 1) * run), BN
+    return first, last, stride
+
+
+@triton.jit
 def row_position(p, first, P, positions, LAPS: tl.constexpr, TOUCHED: tl.constexpr):
     """The positions, of those of a lap, whose rows have shares in a tile."""
     if LAPS > 1:

@@ -143,7 +143,7 @@ def _forward(
     forward.sweep[(chosen.blocks * chosen.splits + bool(concluding),)](
         x, y, hidden, gamma, beta, statistics, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits,
         parts, mix_eps, scale, eps, *learned.buffers, *learned.numbers, MASKED=left is not None, POOLED=pooled,
-        MEASURE=alone, NORMALIZE=True, ALL=concluding, EARLY=chosen.early, **learned.constants, **chosen.in_laps,
+        MEASURE=alone, NORMALIZE=True, ALL=concluding, EARLY=chosen.early, **learned.constants, **chosen.in_sweeps,
         **(begin if alone else after), **chosen.constants,
     )  # fmt: skip
     if not concluding:
@@ -189,7 +189,7 @@ def measure(
     forward.sweep[(programs,)](
         x, x, hidden, None, None, rows, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits, 1,
         mix_eps, scale, eps, *NOTHING.buffers, *NOTHING.numbers, MASKED=left is not None, POOLED=pooled, MEASURE=True,
-        NORMALIZE=False, EARLY=chosen.early, **chosen.in_laps, **begin, **chosen.constants,
+        NORMALIZE=False, EARLY=chosen.early, **chosen.in_sweeps, **begin, **chosen.constants,
     )  # fmt: skip
     if shares is not None and statistics is not None:
         sums = partials[-2 * chosen.splits * p :]
@@ -277,7 +277,7 @@ def _backward(
         backward.sweep[(programs,)](
             x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, *chosen.extents(p, c),
             chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
-            SUM=sum_, DIFFERENTIATE=differentiate, EARLY=chosen.early, **chosen.in_laps,
+            SUM=sum_, DIFFERENTIATE=differentiate, EARLY=chosen.early, **chosen.in_sweeps,
             **(begin if sum_ else after), **chosen.constants,
         )  # fmt: skip
 

@@ -92,7 +92,7 @@ class Launch:
         splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
             are two launches.
         run: Samples of each.
-        strided: Instead of a run, each program has every so manieth tile: see ``tiles.samples_of``.
+        strided: Instead of a run, each program has one tile of every ``splits``: see ``tiles.samples_of``.
         early: Programs of a first sweep, and of what is launched between two, let the next begin when they begin, else
             when they end.
         swapped: The rows of a tile are positions of one sample, not samples of one position.

@@ -108,8 +108,8 @@ def position(
 def samples_of(split, splits, run, N, BN: tl.constexpr, STRIDED: tl.constexpr):
     """Those of one of several programs: the first, where they end, and how far apart its tiles are.
 
-    It has a run of them; or ``STRIDED``, every so manieth tile, so that all programs together go through memory from
-    one end to the other.
+    It has a run of them; or, ``STRIDED``, one tile of every ``splits``, so that all programs together go through memory
+    from one end to the other.
     """
     if STRIDED:
         first, last, stride = split * BN, N, splits * BN

@@ -101,7 +101,8 @@ def main() -> None:
             (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
             (25, 256, 6, True, False, False), (128, 49, 2048, True, False, False), (256, 197, 768, False, False, False),
             (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True), (25, 1, 120, False, False, False),
-            (5120, 1, 128, False, False, False), (64, 784, 256, True, False, False), (64, 784, 256, True, False, True),
+            (5120, 1, 128, False, False, False), (4096, 1, 512, False, True, False),
+            (64, 784, 256, True, False, False), (64, 784, 256, True, False, True),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
             how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132, "shared": 232448}
@@ -154,8 +155,8 @@ def main() -> None:
         constants = {"SIDE_P": 1, "SIDE_C": side, "BLOCK": 64}
         build(tiles.turn, "turn", dtype, 4, constants | {"second": None})
         build(tiles.turn, "turn", dtype, 4, constants)
-    for across in (False, True):
-        build(sharing.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": 8})
+    for across, block in ((False, 16), (True, 8)):
+        build(sharing.merge, "merge", "*fp32", 4, {"ACROSS": across, "EARLY": False, "BS": 256, "BLOCK": block})
     for sums in ({}, {"sums": None}):
         build(sharing.unite, "unite", "*fp32", 4, {"EARLY": False, "TILE": (4, 32, 1, 4), **sums}, ["shares", "sums"])
         constants = {"EARLY": False, "BR": 4096, "BS": 128, "BLOCK": 8, **sums}

@@ -187,6 +187,7 @@ def test_the_page_about_performance_says_which_goals_are_reached(measured, tmp_p
         csv.writer(file).writerows([(*about, *names), (*found[1][0], *found[1][1], *found[1][2])])
     assert "The compiled" not in measured.fill("<!-- measured: goals -->", tmp_path)
     assert "| 256, 56x56, 64 | last | float32 | 100 | 1.25 | 2.5 | 1.6 | 3 | 4 | 1.2 | 1.1 | 69 % |" in text
+    assert "| 1, 16x16, 6 | last | float32 | 1 | 3 | 4 |  | 5 | 6 | 7 | 8 | 0 % |" in text
 
 
 def test_pages_can_be_made_before_anything_has_finished(measured, tmp_path, rng):

@@ -52,11 +52,10 @@ def options(case: Case) -> dict:
 
 
 @contextmanager
-def poisoned():
-    """Fresh memory holds NaN."""
+def poisoned(poison=np.nan):
+    """Fresh memory holds that."""
     with pytest.MonkeyPatch.context() as patch:
         empty, empty_like = torch.empty, torch.empty_like
-        poison = float("nan")
         patch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(poison))
         patch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(poison))
         yield
@@ -286,7 +285,7 @@ def test_an_infinite_gradient_of_a_lap(per_position):
 
 
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
-@pytest.mark.parametrize("shape", [(5, 70, 9, 8), (5, 3, 1, 67), (5, 192, 5, 7), (70, 30)])
+@pytest.mark.parametrize("shape", [(5, 70, 9, 8), (5, 3, 1, 67), (5, 192, 5, 7), (70, 30), (70, 300)])
 def test_ranks_asked_between_sweeps_of_laps_of_blocks_that_overlap_and_of_one_slab(
     shape, per_position, chosen, monkeypatch, anew
 ):
@@ -316,10 +315,10 @@ def test_ranks_asked_between_sweeps_of_laps_of_blocks_that_overlap_and_of_one_sl
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["", "flat"])
-@pytest.mark.parametrize("number", [3, 70])
-def test_sums_of_parts(number, flat, monkeypatch):
+@pytest.mark.parametrize(("number", "width"), [(3, 300), (70, 300), (70, 2100)])
+def test_sums_of_parts(number, width, flat, monkeypatch):
     monkeypatch.setattr("bln.kernels.training._GRID", 1 if flat else 10)
-    parts = torch.randn(4, number, 300, device=DEVICE)
+    parts = torch.randn(4 if width < 2048 else 2, number, width, device=DEVICE)
     found = summed(parts)
     bound = number * torch.finfo(torch.float32).eps * parts.abs().sum(1).max().item()  # in whatever order
     torch.testing.assert_close(found.double(), parts.double().sum(1), rtol=0, atol=bound)
@@ -456,6 +455,20 @@ def test_a_population_learns_of_one_slab_unless_anything_is_not_finite(
         torch.testing.assert_close(value, getattr(theirs, name), rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("positions", [1, 3, 9])
+def test_a_population_of_many_columns(positions):
+    """In blocks of three sizes."""
+    case = case_of((4, positions, 20000), -1)
+    theirs = Population(20000, (positions,)).to(DEVICE)
+    mine, x = copy.deepcopy(theirs), to_device(case).x
+    with poisoned():
+        _, found = kernels.train(x, None, None, **options(case))
+        kernels.train(x, None, None, **options(case), remember=(mine, None))
+    theirs.update(found, 4, 4, None, (positions,), None)
+    for name, value in mine.named_buffers():  # float32, sums in another order
+        torch.testing.assert_close(value, getattr(theirs, name), rtol=1e-5, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("channel_dim", [1, 2])
 @pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize(
@@ -493,7 +506,7 @@ def test_a_shorter_sequence_updates_the_first_positions():
 # ---- inference
 
 
-def compare_inference(case: Case, config: StatisticsConfig, known: bool) -> None:
+def compare_inference(case: Case, config: StatisticsConfig, known: bool, poison: float = np.nan) -> None:
     """With a population that is ``known``, or that has learned nothing."""
     positions = case.rows.shape[1:-1] if case.per_position else ()
     d = case.rows.shape[-1]
@@ -507,7 +520,7 @@ def compare_inference(case: Case, config: StatisticsConfig, known: bool) -> None
             getattr(population, name).copy_(torch.from_numpy(np.asarray(value)))
         population.updates.copy_(torch.from_numpy(np.asarray(truth.updates)))
     moved = to_device(case)
-    with poisoned():
+    with poisoned(poison):
         y = kernels.infer(
             moved.x, moved.weight, moved.bias, moved.mask, **options(case), kept=population.to(DEVICE), config=config
         )
@@ -531,12 +544,13 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known):
 
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("config", ["FFFF", "TFFT"])
-def test_inference_with_current_statistics_of_laps(config, masked, per_position):
-    mask = torch.rand(3, 8, 9) < 0.7 if masked else None
-    compare_inference(
-        case_of((3, 100, 8, 9), per_position=per_position, mask=mask), StatisticsConfig.parse(config), known=True
-    )
+@pytest.mark.parametrize(("config", "shape", "processors"), [("FFFF", (3, 100, 8, 9), 1), ("TFFT", (8, 72, 6, 8), 8)])
+def test_inference_with_current_statistics_of_laps(config, shape, processors, masked, per_position, monkeypatch, anew):
+    """By one program for each block, and by several. What nobody wrote would overflow if it were summed."""
+    monkeypatch.setattr(slabs, "processors", lambda device: processors)
+    mask = torch.rand(shape[0], *shape[2:]) < 0.7 if masked else None
+    case = case_of(shape, per_position=per_position, mask=mask)
+    compare_inference(case, StatisticsConfig.parse(config), known=True, poison=3e38)
 
 
 @pytest.mark.parametrize(

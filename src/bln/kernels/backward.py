@@ -294,8 +294,8 @@ def sweep(
     """One or both sweeps over some samples of some positions; as ``forward.sweep``.
 
     ``partials`` are column sums ``[3, splits, P, C]``, of which the second sweep alone reads ``parts``; ``sums`` is
-    what the second sweep needs of each row; ``rows`` is what each block of positions gives to the gradients of gamma
-    and beta, ``[blocks, 2, C]``, or ``POOLED`` what all give, ``[2, C]``.
+    what the second sweep needs of each row, or nothing if it finds that itself; ``rows`` is what each block of
+    positions gives to the gradients of gamma and beta, ``[blocks, 2, C]``, or ``POOLED`` what all give, ``[2, C]``.
 
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
@@ -367,7 +367,7 @@ def sweep(
                 tl.store(to + 2 * splits * columns, dot_F, mask=in_column)
     if DIFFERENTIATE:
         if SUM:
-            tl.debug_barrier()  # what rows need was stored by other threads
+            tl.debug_barrier()  # what rows need was stored by other threads, if it was
         elif SHARED:
             if POOLED:
                 flat_B = tiles.of_features(partials, first_p, p, folded, P, C, LAPS, TOUCHED, 0.0)

@@ -311,7 +311,7 @@ def sweep(
             column, in_column = tiles.column(p, c, P, C, ACROSS, POOLED)
             sharing.store(
                 partials, split, splits, column, in_column, columns, q, Q, count, mean_B, square, sum_mean, sum_var,
-                LAPS,
+                LAPS == 1 or statistics is None,
             )  # fmt: skip
     if NORMALIZE:
         if MEASURE:

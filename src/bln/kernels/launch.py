@@ -89,8 +89,8 @@ class Launch:
         resident: Whole slabs are held in registers.
         programs: Of a resident grid, which goes from block to block.
         stages: Tiles a program has under way, the next ones being loaded while it works on one.
-        splits: Runs the samples of a block are split into, where it is swept over. Where there are several, the sweeps
-            are two launches.
+        splits: Programs among which the samples of a block are split, where it is swept over. Where there are several,
+            the sweeps are two launches.
         run: Samples of each.
         strided: Instead of a run, each program has one tile of every ``splits``: see ``tiles.samples_of``.
         early: Programs of a first sweep, and of what is launched between two, let the next begin when they begin, else
@@ -149,19 +149,20 @@ class Launch:
     def late(self) -> bool:
         """Backward, the second sweep finds the averages of rows itself: nothing is stored and loaded for them.
 
-        Pooled, (256, 3136, 64) takes 1.77 times an addition so in float32, else 1.83; (512, 784, 64) 1.84, else 2.2.
-        But (64, 784, 256) pooled 2.2, else 2.0, and (64, 3136, 32) across in float32 2.05, else 1.93.
+        Before tiles were ``strided``, (256, 3136, 64) pooled took 1.77 times an addition so in float32, else 1.83;
+        (512, 784, 64) 1.84, else 2.2. But (64, 784, 256) pooled 2.2, else 2.0, and (64, 3136, 32) across in float32
+        2.05, else 1.93.
         """
         return not self.across and self.width <= 128
 
     @property
     def in_laps(self) -> dict[str, int]:
-        """What sweeps are launched with besides."""
+        """What all that go through laps are launched with besides."""
         return {"LAPS": self.laps, "TOUCHED": self.touched}
 
     @property
     def in_sweeps(self) -> dict[str, int]:
-        """The same, in training."""
+        """What ``forward.sweep`` and ``backward.sweep`` are launched with besides."""
         return {**self.in_laps, "STRIDED": self.strided}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Partial results: what programs that share a slab find of it in a first sweep, each of a run of samples.
+"""Partial results: what programs that share a slab find of it in a first sweep, each of some samples.
 
 They are means and squares of columns ``[parts, P, C]``, then counts and sums of the means and variances of rows
 ``[parts, P]``. Few are joined by every program of the second sweep; of more, ``merge`` makes fewer.
@@ -19,14 +19,14 @@ from . import reductions, tiles
 @triton.jit
 def store(
     partials, split, splits, column, in_column, columns, p, P, count, mean, square, sum_mean, sum_var,
-    LAPS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Those of a program. Sums over rows in ``LAPS`` are left to ``unite``."""
+    """Those of a program; ``SUMS`` over rows, too, unless they are left to ``unite``."""
     tl.store(partials + split * columns + column, mean, mask=in_column)
     tl.store(partials + (splits + split) * columns + column, square, mask=in_column)
     at = partials + 2 * splits * columns + split * P + p
     tl.store(at, count, mask=p < P)
-    if LAPS == 1:
+    if SUMS:
         tl.store(at + splits * P, sum_mean, mask=p < P)
         tl.store(at + 2 * splits * P, sum_var, mask=p < P)
 

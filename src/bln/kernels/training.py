@@ -182,18 +182,17 @@ def measure(
     partials = torch.empty(2 * parts * q * c + behind, dtype=torch.float32, device=x.device)
     hidden, _, weight = left or (None, None, inverse_m)
     begin, after = chain(x.device)
-    shares, sums = None, None
-    if laps > 1 and statistics is not None:
-        shares = torch.empty(2 * n * p * laps, dtype=torch.float32, device=x.device)
-    rows = statistics if laps == 1 else shares
+    rows, sums = statistics, None
+    if laps > 1 and statistics is not None:  # shares of them
+        rows = torch.empty(2 * n * p * laps, dtype=torch.float32, device=x.device)
     forward.sweep[(programs,)](
         x, x, hidden, None, None, rows, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits, 1,
         mix_eps, scale, eps, *NOTHING.buffers, *NOTHING.numbers, MASKED=left is not None, POOLED=pooled, MEASURE=True,
         NORMALIZE=False, EARLY=chosen.early, **chosen.in_sweeps, **begin, **chosen.constants,
     )  # fmt: skip
-    if shares is not None and statistics is not None:
+    if laps > 1 and rows is not None and statistics is not None:
         sums = partials[-2 * chosen.splits * p :]
-        unite(shares, statistics, sums, n, p, c, chosen)
+        unite(rows, statistics, sums, n, p, c, chosen)
     if pooled and laps > 1:
         joined = torch.empty(2 * c + 3, dtype=torch.float32, device=x.device)
         tall = min(128, launch.power_of_two(parts))

@@ -10,8 +10,9 @@ is given, the other reads it again, the last first, and writes as much as an inp
 and must be seen whole before anything is written does that at least. Inference is ``TTFF``.
 
 Calls are replayed from a CUDA graph over many random inputs, more than the L2 cache holds; medians of replays. Host
-time is that of eager calls, forward plus backward, beside BatchNorm. With ``--out`` the table is written there as CSV,
-and drawn; the documentation is made from ``--out docs/results``.
+time is that of eager calls, forward plus backward, beside BatchNorm. Behind BLN's ratios stand, in brackets, those last
+recorded in ``docs/results``, so that a kernel that another compiler made slower is seen. With ``--out`` the table is
+written there as CSV, and drawn; the documentation is made from ``--out docs/results``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import argparse
 import csv
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ COLUMNS = [
     "compiled forward", "inference", "add us", "BLN backward", "pooled backward", "sweeps backward", "BN backward",
     "LN backward", "compiled backward", "host / BN",
 ]  # fmt: skip
+OURS = [column for column in COLUMNS if column.startswith(("BLN", "pooled", "inference", "host"))]
+RECORDED = Path(__file__).parents[1] / "docs" / "results" / "layer.csv"
 BYTES = 300_000_000  # of inputs a graph walks through: five times an H200's L2 cache
 
 
@@ -230,6 +233,28 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def recorded(path: Path = RECORDED) -> dict[str, dict[str, str]]:
+    """What the last run wrote, by shape, layout and type; nothing if there was none."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {_about(row): row for row in csv.DictReader(file)}
+
+
+def _about(row: Mapping[str, object]) -> str:
+    return ", ".join(str(row[column]) for column in COLUMNS[:3])
+
+
+def line(row: Mapping[str, object], before: Mapping[str, Mapping[str, str]]) -> str:
+    """A row of the printed table."""
+    last = before.get(_about(row), {})
+    cells = []
+    for column in COLUMNS:
+        value = str(row.get(column, ""))
+        cells.append(f"{value} ({last[column]})" if value and column in OURS and last.get(column) else value)
+    return "| " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
@@ -242,7 +267,7 @@ def main() -> None:
         parser.error("this benchmark needs a CUDA device; benchmarks/cpu.py does not")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-    rows = []
+    rows, before = [], recorded()
     for name in arguments.types:
         for number in arguments.shapes:
             n, positions, c = SHAPES[number]
@@ -250,7 +275,7 @@ def main() -> None:
                 rows.append(
                     measure(n, positions, c, getattr(torch, name), last, last and not arguments.without_compiler)
                 )
-                print("| " + " | ".join(str(rows[-1].get(column, "")) for column in COLUMNS) + " |", flush=True)
+                print(line(rows[-1], before), flush=True)
                 if arguments.out:
                     write(rows, arguments.out)
                 torch.cuda.empty_cache()

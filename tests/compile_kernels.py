@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from bln.kernels import backward, forward, inference, launch, population, sharing, synchronized, tiles
+from bln.kernels import backward, choices, forward, inference, population, sharing, synchronized, tiles
+from bln.kernels.launch import Given
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
 POPULATION = ["batch_mean", "batch_var", "feature_mean", "feature_var", "kept_inverse_m", "updates", "samples"]
@@ -72,26 +73,26 @@ def resources(code: bytes) -> str:
     return f"{registers:>4} registers {spilled:>4} bytes spilled"
 
 
-def share(kernels, n, p, c, dtype, training):
+def share(kernels, given, dtype):
     """The sweeps of which other ranks hear in between."""
     back = kernels is backward
-    chosen = launch.training(n, p, c, backward=back, alone=False, **training)
+    chosen = choices.training(given, backward=back, alone=False)
     constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
-    constants |= {"MASKED": False, "POOLED": training["pooled"], "EARLY": False, "hidden": None}
+    constants |= {"MASKED": False, "POOLED": given.pooled, "EARLY": False, "hidden": None}
     constants |= chosen.in_sweeps
     if back:
         constants |= {"sums": None} if chosen.late else {}
         phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
     else:
         one = {
-            "ALL": chosen.concluding(p, c, training["pooled"]),
+            "ALL": chosen.concluding(given.p, given.c, given.pooled),
             "AVERAGE": False,
             "SPREAD": False,
             **dict.fromkeys(POPULATION),
         }
         phases = [{"MEASURE": False, "NORMALIZE": True, "SHARED": True, **one}]
     for phase in phases:
-        name = f"{kernels.__name__.split('.')[-1]} shared {n}, {p}, {c}"
+        name = f"{kernels.__name__.split('.')[-1]} shared {given.n}, {given.p}, {given.c}"
         build(kernels.sweep, name, dtype, chosen.warps, constants | phase, ["inverse_m", "sums"])
 
 
@@ -105,14 +106,13 @@ def main() -> None:
             (64, 784, 256, True, False, False), (64, 784, 256, True, False, True),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
-            how = {"itemsize": itemsize, "across": across, "masked": masked, "processors": 132, "shared": 232448}
-            training = {**how, "pooled": pooled}
+            given = Given(n, p, c, itemsize, across, masked, pooled, processors=132, shared=232448)
             for kernels, back in ((forward, False), (backward, True)):
-                chosen = launch.training(n, p, c, backward=back, **training)
+                chosen = choices.training(given, backward=back)
                 constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
                 name = f"{kernels.__name__.split('.')[-1]} {about}"
                 if not masked:
-                    share(kernels, n, p, c, dtype, training)
+                    share(kernels, given, dtype)
                 if chosen.resident:
                     build(kernels.resident, name, dtype, chosen.warps, constants)
                     if chosen.blocks == 1 and not back:
@@ -137,7 +137,7 @@ def main() -> None:
                     if first and not (back or alone):  # of columns alone, for inference
                         columns = constants | phases | {"statistics": None}
                         build(kernels.sweep, f"{name} of columns", dtype, chosen.warps, columns, pointers)
-            chosen = launch.inference(n, p, c, **training)
+            chosen = choices.inference(given)
             constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
             constants |= {"MEAN_F": False, "VAR_F": False, "MASKED": masked, "POOLED": pooled}
             constants |= {"SWAPPED": chosen.swapped, "TURNED": chosen.turned and not pooled, **chosen.in_laps}
@@ -148,7 +148,7 @@ def main() -> None:
                 ["inverse_m", "rows", *["own_inverse_m"] * masked],
             )  # fmt: skip
             if chosen.laps > 1:
-                chosen = launch.shares(n, p, c, itemsize=itemsize, processors=132, shared=232448)
+                chosen = choices.shares(given)
                 constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
                 build(inference._shares, f"shares {about}", dtype, chosen.warps, constants | chosen.in_laps, ["rows"])
     for dtype, side in (("*bf16", 8), ("*fp32", 4)):

@@ -20,7 +20,8 @@ import oracle
 import tolerance
 from bln import kernels, native
 from bln.config import StatisticsConfig
-from bln.kernels import inference, launch, sharing, slabs
+from bln.kernels import choices, launch, sharing, slabs
+from bln.kernels.launch import Given
 from bln.kernels.training import statistics_size, summed
 from bln.population import Population
 from cases import Case, cases
@@ -136,17 +137,17 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
     n, p, c, itemsize, layout, masked, pooled, alone, processors, shared
 ):
     p = 1 if layout == "dense" else p
-    how = {"itemsize": itemsize, "masked": masked, "processors": processors, "shared": shared}
     beside = {training: layout == "across" and p > 1 and launch.across(p, c, training) for training in (0, 1)}
-    inference, training = ({"across": beside[t], "pooled": pooled and beside[t], **how} for t in (0, 1))
-    in_laps = launch.inference(n, p, c, **inference).laps > 1
-    shares = launch.shares(n, p, c, itemsize=itemsize, processors=processors, shared=shared) if in_laps else None
+    inference, training = (
+        Given(n, p, c, itemsize, beside[t], masked, pooled and beside[t], processors, shared) for t in (0, 1)
+    )
+    shares = choices.shares(inference) if choices.inference(inference).laps > 1 else None
     for tensors, across, each in (
         *([(1, True, shares)] if shares and not masked else []),
-        (1, beside[0], launch.inference(n, p, c, **inference)),
-        (1, beside[0], launch.training(n, p, c, backward=False, alone=False, **inference)),
-        (1, beside[1], launch.training(n, p, c, backward=False, alone=alone, **training)),
-        (2, beside[1], launch.training(n, p, c, backward=True, alone=alone, **training)),
+        (1, beside[0], choices.inference(inference)),
+        (1, beside[0], choices.training(inference, backward=False, alone=False)),
+        (1, beside[1], choices.training(training, backward=False, alone=alone)),
+        (2, beside[1], choices.training(training, backward=True, alone=alone)),
     ):
         values = np.prod(each.tile)
         assert all(size & (size - 1) == 0 for size in (*each.tile, each.warps, each.side))
@@ -173,17 +174,17 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
             assert each.features * each.laps == c
             assert each.features % (each.width if across else each.tile[3]) == 0
     for backward, seen in ((False, training), (True, training), (False, inference)):
-        each = launch.training(n, p, c, backward=backward, alone=alone, **seen)
-        pooled_at_once = seen["pooled"] and each.laps == 1
+        each = choices.training(seen, backward=backward, alone=alone)
+        pooled_at_once = seen.pooled and each.laps == 1
         assert p % each.positions == 0 or not (each.even and pooled_at_once)  # no position counts twice
         assert 2 * p * (c + n + 1) + each.flags <= statistics_size(n, p, c)  # there is room for what they say
         if not (each.resident or each.across):  # no processor is idle for want of programs, up to rounding
             assert each.blocks * each.splits >= min(processors // 4, each.blocks * launch.cdiv(n, each.samples))
-    one, many = (launch.inference(some, p, c, **inference) for some in (1, n))
+    one, many = (choices.inference(inference._replace(n=some)) for some in (1, n))
     for name in ("tile", "side", "warps", "swapped", "turned"):  # rows are summed in the same order
         assert getattr(one, name) == getattr(many, name)
     if shares:
-        one = launch.shares(1, p, c, itemsize=itemsize, processors=processors, shared=shared)
+        one = choices.shares(inference._replace(n=1))
         assert one.constants | {"LONG": shares.long} == shares.constants
 
 
@@ -193,7 +194,7 @@ def test_ragged_shapes_layouts_types_and_masks(processors, resident, monkeypatch
     """With three processors samples are split into runs wherever there are fewer positions than that."""
     monkeypatch.setattr(slabs, "processors", lambda device: processors)
     if not resident:
-        monkeypatch.setattr(launch, "_RESIDENT", 0)
+        monkeypatch.setattr(choices, "_RESIDENT", 0)
 
     @settings(max_examples=EXAMPLES)
     @given(cases(dtypes=DTYPES))
@@ -429,7 +430,7 @@ def test_a_population_learns_of_one_slab_unless_anything_is_not_finite(
     shape, channel_dim, known, momentum, concluded, monkeypatch, anew
 ):
     monkeypatch.setattr(slabs, "processors", lambda device: 3)
-    monkeypatch.setattr(launch, "_RESIDENT", 0)
+    monkeypatch.setattr(choices, "_RESIDENT", 0)
     case = case_of(shape, channel_dim, per_position=len(shape) < 4)
     x, features, positions = to_device(case).x, shape[channel_dim], (1,) if known else ()
     seen = slabs.Slabs.of(x, channel_dim, case.per_position)
@@ -480,7 +481,7 @@ def test_a_large_variance_enters_and_an_infinite_one_does_not(
 ):
     """Of columns, finite ones whose sum is not; of rows, where no column varies, and finite ones whose sum is not."""
     if swept:
-        monkeypatch.setattr(launch, "_RESIDENT", 0)
+        monkeypatch.setattr(choices, "_RESIDENT", 0)
     both = {"channel_dim": channel_dim, "per_position": True, "eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
     x = torch.full((n, 3, c), value, device=DEVICE)
     x.narrow(along, 0, x.shape[along] // 2).neg_()
@@ -579,10 +580,10 @@ def test_inference_in_laps_and_of_whole_samples(shape, config, masked, per_posit
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
 @pytest.mark.parametrize("processors", [None, 1] if GPU else [None], ids=["", "one processor"][: 1 + GPU])
 def test_a_sample_has_the_same_bits_in_any_company(
-    config, shape, channel_dim, per_position, processors, dtype, monkeypatch
+    config, shape, channel_dim, per_position, processors, dtype, monkeypatch, anew
 ):
     if processors is not None:  # so that there are many samples for each program
-        monkeypatch.setattr(inference, "processors", lambda device: processors)
+        monkeypatch.setattr(slabs, "processors", lambda device: processors)
     case = to_device(case_of(shape, channel_dim, per_position, dtype=dtype))
     positions = tuple(s for at, s in enumerate(shape) if at not in (0, channel_dim % len(shape)) and per_position)
     population = Population(shape[channel_dim], positions).to(DEVICE)

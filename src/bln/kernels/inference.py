@@ -17,7 +17,7 @@ from .. import formula
 from ..config import StatisticsConfig
 from ..formula import Statistics
 from ..functional import current
-from . import launch, reductions, tiles
+from . import choices, launch, reductions, tiles
 from .slabs import (
     Entries,
     Options,
@@ -26,11 +26,10 @@ from .slabs import (
     chain,
     choose,
     features_last,
+    given,
     gradients,
     on_its_device,
     options,
-    processors,
-    shared_memory,
     transform,
     turned,
 )
@@ -87,13 +86,10 @@ class _Infer(torch.autograd.Function):
         kept: Population,
         config: StatisticsConfig,
     ) -> Tensor:
-        n, p, c, across, pooled = slabs
+        n, p, c, _, pooled = slabs
         y = torch.empty_like(x)
         batch_mean, batch_var = _batch(x, left, slabs, numbers, kept, config)
-        chosen = launch.inference(
-            n, p, c, itemsize=x.element_size(), across=across, masked=left is not None, pooled=pooled,
-            processors=processors(x.device), shared=shared_memory(x.device),
-        )  # fmt: skip
+        chosen = choices.inference(given(slabs, x.element_size(), x.device, left is not None))
         turn = chosen.turned and not pooled
         united = chosen.laps > 1 and not (config.feature_mean and config.feature_std)
         shares = _shares_of(x, slabs) if united else None
@@ -126,9 +122,7 @@ def _unfused(chosen: launch.Launch) -> dict[str, Any]:
 def _shares_of(x: Tensor, slabs: Slabs) -> Tensor:
     """What laps have of the statistics of rows."""
     n, p, c = slabs[:3]
-    chosen = launch.shares(
-        n, p, c, itemsize=x.element_size(), processors=processors(x.device), shared=shared_memory(x.device)
-    )
+    chosen = choices.shares(given(slabs, x.element_size(), x.device, False))
     shares = torch.empty(2 * n * p * chosen.laps, dtype=torch.float32, device=x.device)
     _shares[(chosen.blocks * chosen.splits,)](
         x, shares, n, *chosen.extents(p, c), chosen.run, chosen.splits, **chosen.in_laps, **chain(x.device)[0],

@@ -13,7 +13,8 @@ from torch import Tensor
 from .. import formula
 from ..formula import Statistics
 from ..functional import at_least_one, count
-from . import launch, tiles
+from . import choices, launch, tiles
+from .launch import Given
 
 T = TypeVar("T")
 
@@ -189,16 +190,18 @@ def on_its_device(function: Callable[..., T]) -> Callable[..., T]:
     return launched
 
 
+def given(slabs: Slabs, itemsize: int, device: torch.device, masked: bool) -> Given:
+    """What launches are chosen for."""
+    n, p, c, across, pooled = slabs
+    return Given(n, p, c, itemsize, across, masked, pooled, processors(device), shared_memory(device))
+
+
 @lru_cache(maxsize=4096)
 def choose(
     slabs: Slabs, itemsize: int, device: torch.device, masked: bool, backward: bool, alone: bool = True
 ) -> launch.Launch:
     """How to launch a training kernel."""
-    n, p, c, across, pooled = slabs
-    return launch.training(
-        n, p, c, backward=backward, itemsize=itemsize, across=across, masked=masked, pooled=pooled,
-        processors=processors(device), shared=shared_memory(device), alone=alone,
-    )  # fmt: skip
+    return choices.training(given(slabs, itemsize, device, masked), backward=backward, alone=alone)
 
 
 def gradients(plain: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], ctx: Any, dy: Tensor) -> list[Any]:

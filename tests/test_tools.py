@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -80,6 +81,21 @@ class TestCompile:
             torch.testing.assert_close(compiled(x), eager(x), atol=1e-5, rtol=1e-5)
         same_population(layer, eager, atol=1e-5, rtol=1e-5)
 
+    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize(("training", "graphs"), [(True, 2), (False, 1)])
+    def test_one_graph_is_for_all_lengths(self, training, graphs, masked):
+        """In training the longest has one of its own: there all statistics are written, not some of them."""
+        layer = BatchLayerNorm(6, channel_dim=-1, position_shape=20).train(training)
+        eager = copy.deepcopy(layer)
+        counter = CompileCounter()
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+        for length in (5, 9, 13, 20, 17, 3, 2, 20, 11, 12, 14):
+            x = torch.randn(4, length, 6)
+            mask = torch.arange(length) < torch.tensor([[1], [length], [2], [length]]) if masked else None
+            torch.testing.assert_close(compiled(x, mask), eager(x, mask))
+        same_population(layer, eager)
+        assert counter.frame_count == graphs
+
     def test_float64_statistics_without_dimensions_are_written(self):
         """torch 2.13 does not write to such a buffer itself, in compiled code: only through an alias of it."""
         eager = BatchLayerNorm(6, per_position=False, dtype=torch.float64)
@@ -124,6 +140,18 @@ class TestExport:
         assert not any("norm" in str(node.target) for node in program.graph.nodes if node.op == "call_function")
         for n in (1, 2, 7):
             x = torch.randn(n, 6, 4)
+            torch.testing.assert_close(program.module()(x), layer(x))
+
+    @pytest.mark.parametrize("config", ["TTFF", "FFFF"])
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_sequences_are_exported_up_to_the_longest(self, config, strict):
+        layer = BatchLayerNorm(6, config=config, channel_dim=-1, position_shape=20)
+        layer(torch.randn(5, 20, 6))
+        layer.eval()
+        shapes = ({1: torch.export.Dim("length", max=20)},)
+        program = torch.export.export(layer, (torch.randn(4, 10, 6),), dynamic_shapes=shapes, strict=strict)
+        for length in (2, 11, 20):
+            x = torch.randn(4, length, 6)
             torch.testing.assert_close(program.module()(x), layer(x))
 
     def test_training_is_exported_with_its_updates(self):

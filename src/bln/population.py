@@ -75,11 +75,11 @@ class Population(nn.Module):
             buffer.fill_(1 if name.endswith("_var") else 0)
 
     @torch.no_grad()
-    def mark_seen(self, names: list[str], updates: int) -> None:
-        """Have these statistics, put there from elsewhere, weigh as much as ``updates`` mini-batches of one sample."""
+    def mark_seen(self, names: list[str], updates: int | Tensor, m: int = 1) -> None:
+        """Have these statistics, put there from elsewhere, weigh as much as ``updates`` mini-batches of ``m`` samples."""
         for name in names:
             self.updates[STATISTICS.index(name)] = updates
-            self.samples[STATISTICS.index(name)] = updates
+            self.samples[STATISTICS.index(name)] = updates * m
 
     # ---- reading
 
@@ -88,7 +88,7 @@ class Population(nn.Module):
         window = self._window(positions)
         values = Statistics(*(getattr(self, name) for name in STATISTICS))
         seen = self.updates[STATISTICS.index("inverse_m")] > 0
-        if window:
+        if len(window) > 0:  # not "if window", of which a compiler makes a graph for each length
             values, seen = Statistics(*(value[window] for value in values)), seen[window]
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
@@ -143,9 +143,10 @@ class Population(nn.Module):
         updates, samples, dtype = self.updates, self.samples, self.inverse_m.dtype
         kept = [getattr(self, name) for name in STATISTICS]
         values: Any = new if new.batch_mean.dtype == dtype else [value.to(dtype) for value in new]
-        if window:
+        if len(window) > 0:
             updates, samples = updates[:, *window], samples[:, *window]
-            kept = [old[window] for old in kept]
+            for at, old in enumerate(kept):  # in a comprehension, too, there would be a graph for each length
+                kept[at] = old[window]
         entering: Any = [spread if name == "batch_var" else anything for name in STATISTICS]
         if anything is spread is True:
             updates += 1
@@ -327,10 +328,16 @@ def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
 
 
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:
-    """Which of the known positions an input uses: all, or the first ones for a shorter sequence."""
-    if known is None or positions == known:
+    """Which of the known positions an input uses: all, or the first ones for a shorter sequence.
+
+    Compiled, the longest is asked for nothing but what shorter ones are, so that one graph is for all lengths.
+    """
+    if known is None:
         return ()
-    if len(positions) == len(known) == 1 and positions[0] <= known[0]:
+    sequence = len(positions) == len(known) == 1
+    if not (sequence and torch.compiler.is_compiling()) and positions == known:
+        return ()
+    if sequence and positions[0] <= known[0]:
         return (slice(positions[0]),)
     alike = len(positions) == len(known)
     ways = [

@@ -30,9 +30,10 @@ def convert(
     """Replace BatchNorm, LayerNorm, GroupNorm and InstanceNorm layers by BLN, in place.
 
     The function is kept where BLN can express it, so a pretrained net gives the same outputs in ``eval()`` up to
-    ``mix_eps`` (which is the old layer's eps): a BatchNorm hands over its running statistics and starts at ``1/m = 0``,
-    a LayerNorm at ``1/m = 1``. Training then moves ``1/m`` to the truth. Parameters are the same objects as before, so
-    an optimizer keeps working. Samples must come first, as ever with BLN: build transformers with ``batch_first=True``.
+    rounding: a BatchNorm hands over its running statistics and starts at ``1/m = 0``, a LayerNorm at ``1/m = 1``, both
+    with ``mix_eps=0``, so that the other half has no weight at all. Training then moves ``1/m`` to the truth. Parameters
+    are the same objects as before, so an optimizer keeps working. Samples must come first, as ever with BLN: build
+    transformers with ``batch_first=True``.
 
     GroupNorm and InstanceNorm (without running statistics) normalize each sample over positions, which BLN does
     not: they are replaced too, but their function changes until the net is trained. A warning names those, the layers
@@ -58,7 +59,7 @@ def convert(
         >>> bln.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
         Sequential(
           (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
-          (1): BatchLayerNorm(8, per_position=False, config=TTFF, eps=1e-05, dim_scale=False)
+          (1): BatchLayerNorm(8, per_position=False, config=TTFF, eps=1e-05, mix_eps=0.0, dim_scale=False)
           (2): ReLU()
         )
     """
@@ -116,6 +117,7 @@ def _like(norm: Any, like: Tensor, num_features: int, **kwargs: Any) -> BatchLay
     layer = BatchLayerNorm(
         num_features,
         eps=norm.eps,
+        mix_eps=0.0,
         affine=norm.weight is not None,
         bias=norm.bias is not None,
         dim_scale=False,
@@ -131,17 +133,21 @@ def _like(norm: Any, like: Tensor, num_features: int, **kwargs: Any) -> BatchLay
 def _from_batch_norm(norm: Any, like: Tensor, per_position: bool) -> BatchLayerNorm:
     """Running statistics become the population's, and ``1/m = 0`` gives them all the weight.
 
-    The next mini-batch weighs ``momentum`` against them, as it did before.
+    The next mini-batch weighs ``momentum`` against them, as it did before: nothing if that is 0. If it is ``None``, they
+    are the average of so many mini-batches, whose sizes nobody wrote down: they are taken to be of 32 samples.
     """
     layer = _like(norm, like, norm.num_features, per_position=per_position, momentum=norm.momentum)
-    known = ["inverse_m"]
+    population, momentum = layer.population, max(norm.momentum or 0.0, 2**-50)
+    population.mark_seen(["inverse_m"], math.ceil(1 / momentum) if norm.momentum else 1)
     if norm.running_mean is None:
         layer.config = "FFFF"
+        return layer
+    population.batch_mean.copy_(norm.running_mean)
+    population.batch_var.copy_(norm.running_var)
+    if norm.momentum is None:
+        population.mark_seen(["batch_mean", "batch_var"], norm.num_batches_tracked, 32)
     else:
-        layer.population.batch_mean.copy_(norm.running_mean)
-        layer.population.batch_var.copy_(norm.running_var)
-        known += ["batch_mean", "batch_var"]
-    layer.population.mark_seen(known, math.ceil(1 / norm.momentum) if norm.momentum else 1)
+        population.mark_seen(["batch_mean", "batch_var"], math.ceil(1 / momentum))
     return layer
 
 

@@ -252,6 +252,8 @@ def check_eps(eps: float, mix_eps: float | None) -> None:
     """Refuse values outside of what the equations allow."""
     if not (isinstance(eps, int | float) and 0 < eps < math.inf):
         raise ValueError(f"eps must be a positive number, got {eps!r}: it keeps a constant feature from 0/0")
+    if mix_eps is None and eps >= 1:
+        raise ValueError(f"mix_eps is eps unless given, and must be in [0, 1), got eps={eps!r}; give mix_eps=1e-4, say")
     if mix_eps is not None and not (isinstance(mix_eps, int | float) and 0 <= mix_eps < 1):
         raise ValueError(f"mix_eps must be None (the same as eps) or in [0, 1), got {mix_eps!r}")
 

@@ -118,6 +118,11 @@ def test_an_average_of_many_mini_batches_is_not_lost_to_the_next_one():
     torch.testing.assert_close(new.population.batch_mean, x.mean(0))
 
 
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="expected a torch module, got str"):
+        bln.convert("resnet18")
+
+
 def test_norms_without_tensors_go_where_the_model_is():
     norms = [
         nn.InstanceNorm2d(4), nn.LayerNorm(4, elementwise_affine=False),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import oracle
 import tolerance
-from bln import Statistics, StatisticsConfig
+from bln import BatchLayerNorm, Statistics, StatisticsConfig
 from bln.functional import batch_layer_norm
 from cases import Case, cases
 
@@ -290,6 +290,22 @@ class TestBadInput:
     def test_a_weight_of_another_length(self):
         with pytest.raises(ValueError, match=r"weight has shape \(5,\), expected \(4,\)"):
             batch_layer_norm(torch.ones(3, 4, 5), torch.ones(5))
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"weight": [1, 2, 3, 4]}, TypeError, "weight must be a torch.Tensor or None, got list"),
+            ({"channel_dim": None}, TypeError, "channel_dim must be an integer"),
+            ({"config": "zz"}, ValueError, "'zz' is not a configuration"),
+        ],
+    )
+    def test_arguments_of_another_kind(self, arguments, error, message):
+        with pytest.raises(error, match=message):
+            batch_layer_norm(torch.ones(3, 4), **arguments)
+
+    def test_a_tracer_that_looks_inside_is_told_the_way_out(self):
+        with pytest.raises(TypeError, match=r"got Proxy; torch.fx wants a Tracer whose is_leaf_module"):
+            torch.fx.symbolic_trace(BatchLayerNorm(4))
 
     @pytest.mark.parametrize("config", ["TTF", "TTFX", "ttff", "", "TTFFF"])
     def test_a_configuration_that_is_not_four_of_t_and_f(self, config):

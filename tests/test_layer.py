@@ -446,6 +446,10 @@ class TestBadInput:
             ({"momentum": -0.1}, "momentum must be"),
             ({"config": "TTT"}, "'TTT' is not a configuration"),
             *(
+                ({"dtype": dtype}, rf"dtype must be float32.*, got {dtype}")
+                for dtype in (torch.int32, torch.cfloat, torch.float8_e4m3fn)
+            ),
+            *(
                 ({"position_shape": shape}, "must hold positive sizes, as 80")
                 for shape in ((4, 0), 0, 8.0, "8", (4, 0.5))
             ),

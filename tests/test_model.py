@@ -38,6 +38,7 @@ def test_layers_are_found_by_name():
     model = net()
     assert bln.layers(model) == {"2": model[2], "7": model[7]}
     assert bln.layers(nn.Linear(2, 2)) == {}
+    assert bln.layers(torch.compile(model)) == {"2": model[2], "7": model[7]}
 
 
 class TestConfigure:
@@ -57,6 +58,7 @@ class TestConfigure:
             ({"2": "FTFF", "7": "FT"}, "'FT' is not a configuration"),
             ({"2": "FTFF", "77": "FFFF"}, "no BatchLayerNorm named '77'; did you mean '7'"),
             ({"first": "FFFF"}, "It has '2', '7'"),
+            ({7: "FFFF"}, "no BatchLayerNorm named 7; did you mean '7'"),
         ],
     )
     def test_a_mistake_changes_nothing(self, config, message):
@@ -81,6 +83,8 @@ def test_a_model_without_bln_is_told_the_ways_out(helper):
         helper(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="expected a torch module with BLN layers, got str"):
         helper("model")
+    with pytest.raises(TypeError, match="expected a torch module with BLN layers, got NoneType"):
+        bln.layers(None)
 
 
 class TestCalibrate:

@@ -31,8 +31,8 @@ def convert(
 
     The function is kept where BLN can express it, so a pretrained net gives the same outputs in ``eval()`` up to
     rounding: a BatchNorm hands over its running statistics and starts at ``1/m = 0``, a LayerNorm at ``1/m = 1``, both
-    with ``mix_eps=0``, so that the other half has no weight at all. Training then moves ``1/m`` to the truth. Parameters
-    are the same objects as before, so an optimizer keeps working. Samples must come first, as ever with BLN: build
+    with ``mix_eps=0``, so that the other half has no weight. Training then moves ``1/m`` to the truth. Parameters are
+    the same objects as before, so an optimizer keeps working. Samples must come first, as ever with BLN: build
     transformers with ``batch_first=True``.
 
     GroupNorm and InstanceNorm (without running statistics) normalize each sample over positions, which BLN does
@@ -63,6 +63,8 @@ def convert(
           (2): ReLU()
         )
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch module, got {type(model).__name__}")
     replacements: dict[nn.Module, BatchLayerNorm] = {}
     notes: list[str] = []
     like = next(chain(model.parameters(), model.buffers()), torch.empty(0))
@@ -133,8 +135,8 @@ def _like(norm: Any, like: Tensor, num_features: int, **kwargs: Any) -> BatchLay
 def _from_batch_norm(norm: Any, like: Tensor, per_position: bool) -> BatchLayerNorm:
     """Running statistics become the population's, and ``1/m = 0`` gives them all the weight.
 
-    The next mini-batch weighs ``momentum`` against them, as it did before: nothing if that is 0. If it is ``None``, they
-    are the average of so many mini-batches, whose sizes nobody wrote down: they are taken to be of 32 samples.
+    The next mini-batch weighs ``momentum`` against them, as it did before: nothing if that is 0. If it is ``None``,
+    they are the average of so many mini-batches, whose sizes nobody wrote down: they are taken to be of 32 samples.
     """
     layer = _like(norm, like, norm.num_features, per_position=per_position, momentum=norm.momentum)
     population, momentum = layer.population, max(norm.momentum or 0.0, 2**-50)

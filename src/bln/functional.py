@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from . import formula, native
 from .config import StatisticsConfig
@@ -87,8 +87,13 @@ def batch_layer_norm(
         ``y``, of ``x``'s shape and type. Statistics are computed in float32 (float64 if anything given is).
     """
     check_eps(eps, mix_eps)
+    if not isinstance(channel_dim, int):
+        raise TypeError(f"channel_dim must be an integer, 1 or -1 for features last, got {channel_dim!r}")
     channel_dim = check(x, mask, channel_dim)
+    config = StatisticsConfig.parse(config)
     for name, parameter in (("weight", weight), ("bias", bias)):
+        if not (parameter is None or isinstance(parameter, Tensor)):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(parameter).__name__}")
         if parameter is not None and tuple(parameter.shape) != (x.shape[channel_dim],):
             raise ValueError(
                 f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[channel_dim]},): one value for each "
@@ -192,7 +197,8 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: boo
     Where statistics are synchronized, other ranks may have the samples that this one lacks.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"expected a torch.Tensor as input, got {type(x).__name__}")
+        way = "; torch.fx wants a Tracer whose is_leaf_module is true of the layer" if isinstance(x, fx.Proxy) else ""
+        raise TypeError(f"expected a torch.Tensor as input, got {type(x).__name__}{way}")
     shape = tuple(x.shape)
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise TypeError(

@@ -99,6 +99,10 @@ def insert(
         _refuse_in_place(node)
         shape = node.meta["tensor_meta"].shape
         dim = _find_channel_dim(traced, node) if channel_dim is None else channel_dim
+        if not -len(shape) < dim < len(shape):
+            raise ValueError(
+                f"channel_dim={dim} is none of the dimensions of {node.name}, whose shape is {tuple(shape)}"
+            )
         layer = BatchLayerNorm(shape[dim], channel_dim=dim, **{"device": like.device, "dtype": like.dtype, **kwargs})
         name = _unused_name(traced, f"{node.name}_bln")
         traced.add_submodule(name, layer.train(model.training))

@@ -26,8 +26,14 @@ Step = Callable[[nn.Module, Any], Any]
 
 
 def layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
-    """The model's BLN layers by name, in the order of ``named_modules``; one that is used twice appears once."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, BatchLayerNorm)}
+    """The model's BLN layers by name, in the order of ``named_modules``; one that is used twice appears once.
+
+    Names are those of the model itself, also where it is compiled, or wrapped in ``DistributedDataParallel``.
+    """
+    if not isinstance(model, nn.Module):
+        raise _no_torch_module(model)
+    found = unwrapped(model).named_modules()
+    return {name: module for name, module in found if isinstance(module, BatchLayerNorm)}
 
 
 def configure(model: nn.Module, config: StatisticsConfig | str | Mapping[str, StatisticsConfig | str]) -> None:
@@ -48,7 +54,7 @@ def configure_layers(
     chosen = config if isinstance(config, Mapping) else dict.fromkeys(found, config)
     for name in chosen:
         if name not in found:
-            near = difflib.get_close_matches(name, found, n=1)
+            near = difflib.get_close_matches(str(name), found, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f". It has {', '.join(map(repr, found))}"
             raise ValueError(f"the model has no BatchLayerNorm named {name!r}{hint}")
     parsed = {name: StatisticsConfig.parse(value) for name, value in chosen.items()}
@@ -166,24 +172,41 @@ def calibrate_on(
 
 def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
     """The model's BLN layers; having none is an error."""
-    if isinstance(model, nn.Module) and (found := layers(model)):
+    if found := layers(model):
         return found
-    # Keras models are torch modules too, on that backend.
-    for library, base, ours in (("keras", "Layer", "bln.keras"), ("flax.nnx", "Module", "bln.flax")):
-        if library in sys.modules and isinstance(model, getattr(sys.modules[library], base)):
-            raise TypeError(f"{type(model).__name__} is no torch model; what can be done with it is in {ours}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch module with BLN layers, got {type(model).__name__}")
+    if _framework(model) is not None:  # Keras models are torch modules too, on that backend
+        raise _no_torch_module(model)
     raise ValueError(
         f"{type(model).__name__} has no BatchLayerNorm; bln.convert(model) replaces other norms, "
         "bln.insert(model, example) adds one behind each nonlinearity"
     )
 
 
+def _framework(model: Any) -> str | None:
+    """Where to look for what can be done with a model of another framework."""
+    for library, base, ours in (("keras", "Layer", "bln.keras"), ("flax.nnx", "Module", "bln.flax")):
+        if library in sys.modules and isinstance(model, getattr(sys.modules[library], base)):
+            return ours
+    return None
+
+
+def _no_torch_module(model: Any) -> TypeError:
+    if (ours := _framework(model)) is not None:
+        return TypeError(f"{type(model).__name__} is no torch model; what can be done with it is in {ours}")
+    return TypeError(f"expected a torch module with BLN layers, got {type(model).__name__}")
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of ``DistributedDataParallel``, whose forward would wait for the other ranks."""
-    inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return inner
+    """The model inside of ``DistributedDataParallel``, whose forward would wait for the other ranks, and of
+    ``torch.compile``, which would make a graph for each configuration.
+    """
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def run(model: nn.Module, batch: Any) -> Any:

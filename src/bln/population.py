@@ -76,7 +76,7 @@ class Population(nn.Module):
 
     @torch.no_grad()
     def mark_seen(self, names: list[str], updates: int | Tensor, m: int = 1) -> None:
-        """Have these statistics, put there from elsewhere, weigh as much as ``updates`` mini-batches of ``m`` samples."""
+        """Have these statistics, put there from elsewhere, weigh as much as so many mini-batches of ``m`` samples."""
         for name in names:
             self.updates[STATISTICS.index(name)] = updates
             self.samples[STATISTICS.index(name)] = updates * m

@@ -152,6 +152,18 @@ def test_no_batches():
     assert_same(before, state(model))
 
 
+def test_a_compiled_model_is_searched_as_the_plain_one():
+    """Not as compiled: each configuration would be a graph of its own, and of a whole graph there may be eight."""
+    model = trained(dense(), TRAIN)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    options = {"loss": F.cross_entropy, "per_layer": True, "calibrate": [x for x, _ in TRAIN]}
+    expected, result = bln.search(model, BATCHES, **options), bln.search(compiled, BATCHES, **options)
+    assert [(row.config, row.loss) for row in result] == [(row.config, row.loss) for row in expected]
+    for target in (model, compiled):
+        result.apply(target)
+        assert {name: layer.config for name, layer in bln.layers(model).items()} == result.best.config
+
+
 def test_a_model_without_layers():
     with pytest.raises(ValueError, match=r"Sequential has no BatchLayerNorm; bln\.convert"):
         bln.search(nn.Sequential(nn.Linear(6, 3)), BATCHES, loss=F.cross_entropy)
@@ -179,6 +191,10 @@ def test_metrics_that_do_not_exist():
     regression = [(x, torch.randn(len(x), 3, dtype=torch.float64)) for x, _ in BATCHES]
     with pytest.raises(ValueError, match=r"'accuracy' is for outputs .* got \(7, 3\) and \(7, 3\)"):
         bln.search(odd_model(), regression, loss=F.mse_loss, metrics="accuracy")
+    single = trained(nn.Sequential(dense(), nn.Linear(3, 1).double()), TRAIN)
+    regression = [(x, torch.randn(len(x), 1, dtype=torch.float64)) for x, _ in BATCHES]
+    with pytest.raises(ValueError, match="'accuracy' of a single output is for targets of 0 and 1, got others"):
+        bln.search(single, regression, loss=F.mse_loss, metrics="accuracy")
     lists = [(x, t.tolist()) for x, t in BATCHES]
     with pytest.raises(TypeError, match="tensor of outputs and one of targets, got Tensor and list"):
         bln.search(odd_model(), lists, loss=lambda outputs, targets: outputs.mean(), metrics="accuracy")
@@ -244,7 +260,9 @@ def test_options_that_do_not_go_together():
         ({"sampler": "tpe"}, "pass per_layer=True with it"),
         ({"per_layer": True, "storage": "sqlite://"}, "pass sampler='tpe'"),
         ({"per_layer": True, "trials": 5}, "pass sampler='tpe'"),
-        ({"per_layer": True, "sampler": "tpe", "trials": 0}, "trials must be at least 1, got 0"),
+        ({"per_layer": True, "sampler": "tpe", "trials": 0}, "trials must be an integer of at least 1, got 0"),
+        ({"per_layer": True, "sampler": "tpe", "trials": 2.5}, "trials must be an integer of at least 1, got 2.5"),
+        ({"per_layer": True, "sampler": "tpe", "storage": "here"}, "storage must be a URL .*; got 'here'"),
         ({"per_layer": True, "sampler": "best"}, "'tpe', 'random', 'grid' or an Optuna sampler, got 'best'"),
     ):
         with pytest.raises(ValueError, match=message):

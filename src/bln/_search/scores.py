@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..functional import can_look
 from ..ranks import Ranks
 
 Function = Callable[[Any, Any], Any]
@@ -48,6 +49,8 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
             f"'accuracy' is for outputs (N, classes, ...) and class targets (N, ...), or outputs (N,) or (N, 1) and "
             f"targets of 0 and 1; got {tuple(outputs.shape)} and {tuple(targets.shape)}. Pass a function instead"
         )
+    if single and can_look(targets) and not ((targets == 0) | (targets == 1)).all():
+        raise ValueError("'accuracy' of a single output is for targets of 0 and 1, got others; pass a function instead")
     return (predicted == targets).float().mean()
 
 

@@ -236,8 +236,8 @@ def _check(per_layer: bool, sampler: Any, storage: Any, trials: int | None) -> N
         raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
     if sampler is None and (storage is not None or trials is not None):
         raise ValueError("storage= and trials= are Optuna's; pass sampler='tpe' and per_layer=True with them")
-    if trials is not None and trials < 1:
-        raise ValueError(f"trials must be at least 1, got {trials}")
+    if trials is not None and not (isinstance(trials, int) and trials >= 1):
+        raise ValueError(f"trials must be an integer of at least 1, got {trials!r}")
 
 
 def _warn_of_leak(batches: Any, train: Any) -> None:

@@ -91,12 +91,16 @@ def _quiet(optuna: Any) -> Iterator[None]:
 @contextmanager
 def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
     """The storage behind a URL, let go of afterwards."""
-    from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
     for wait in (0.1, 0.5, 2.0, None):
         try:
             opened = optuna.storages.get_storage(storage)
             break
+        except ArgumentError as error:
+            raise ValueError(
+                f"storage must be a URL such as 'sqlite:///study.db', or an Optuna storage; got {storage!r}"
+            ) from error
         except SQLAlchemyError:  # two processes that create its tables at once: one of them finds them half made
             if wait is None:
                 raise

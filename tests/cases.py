@@ -74,6 +74,7 @@ def cases(draw, dtypes=DTYPES, features=None, rank=None, masked=None):
         mask.view(-1)[draw(st.integers(0, mask.numel() - 1))] = True
         hidden = ~mask.unsqueeze(channel_dim).expand(shape)
         x = torch.where(hidden, torch.full_like(x, draw(st.sampled_from([0.0, float("nan"), float("inf")]))), x)
+        mask = _lay(mask, draw(st.sampled_from(["contiguous", "strided", "flipped"])), 0)
     return Case(
         x=x,
         mask=mask,

@@ -51,7 +51,8 @@ def build(kernel, name, dtype, warps, constants, pointers=()):
         elif each in POINTERS or each in pointers:
             types[each] = {"hidden": "*u8"}.get(each, "*fp32")
         else:
-            types[each] = "fp32" if each in FLOATS else "i32"
+            long = each == "N" and constants.get("LONG")  # there may be as many rows as values
+            types[each] = "fp32" if each in FLOATS else "i64" if long else "i32"
     aligned = [each for each in names if types[each][0] == "*"]
     source = ASTSource(
         kernel,
@@ -103,7 +104,7 @@ def main() -> None:
             (25, 256, 6, True, False, False), (128, 49, 2048, True, False, False), (256, 197, 768, False, False, False),
             (32, 512, 1024, False, True, False), (64, 3136, 64, True, False, True), (25, 1, 120, False, False, False),
             (5120, 1, 128, False, False, False), (4096, 1, 512, False, True, False),
-            (64, 784, 256, True, False, False), (64, 784, 256, True, False, True),
+            (64, 784, 256, True, False, False), (64, 784, 256, True, False, True), (2**31, 1, 2, False, False, False),
         ):  # fmt: skip
             about = f"{n}, {p}, {c}{' across' * across}{' masked' * masked}{' pooled' * pooled}"
             given = Given(n, p, c, itemsize, across, masked, pooled, processors=132, shared=232448)

@@ -118,6 +118,15 @@ def test_an_average_of_many_mini_batches_is_not_lost_to_the_next_one():
     torch.testing.assert_close(new.population.batch_mean, x.mean(0))
 
 
+def test_hooks_that_stay_behind_are_named():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model[1].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="1: its hooks stay with the BatchNorm1d that was there") as warned:
+        bln.convert(model)
+    assert len(warned) == 1
+    assert "0: its hooks" not in str(warned[0].message)
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="expected a torch module, got str"):
         bln.convert("resnet18")

@@ -806,6 +806,37 @@ def test_parameters_with_gaps(chosen):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_more_features_than_a_tile_has_are_left_to_the_formula(chosen):
+    for shape in ((2, 40000), (2, 3, 40000)):
+        x = torch.randn(shape, device=DEVICE)
+        found, expected = (bln.functional.batch_layer_norm(t, channel_dim=-1) for t in (x, x.double()))
+        torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
+def test_a_mask_may_lie_in_any_way(chosen, per_position, training):
+    layer, twin = twins((6, 5, 4), -1, per_position=per_position)
+    mask = (torch.arange(5)[:, None] < torch.tensor([5, 3, 4, 2, 1, 5])).to(DEVICE).T
+    x = torch.randn(6, 5, 4, device=DEVICE)
+    layer(x), twin(x)
+    assert not mask.is_contiguous()
+    torch.testing.assert_close(
+        layer.train(training)(x, mask), twin.train(training)(x, mask.contiguous()), rtol=0, atol=0
+    )
+
+
+def test_statistics_of_a_compiled_call_have_no_gradient(chosen):
+    torch._dynamo.reset()
+    x = torch.randn(6, 4, 5, device=DEVICE, requires_grad=True)
+    call = torch.compile(
+        lambda x: bln.functional.batch_layer_norm(x, return_statistics=True), fullgraph=True, backend="aot_eager"
+    )
+    y, statistics = call(x)
+    assert y.requires_grad
+    assert not any(value.requires_grad for value in statistics)
+
+
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
 @pytest.mark.parametrize("channels", [4, 130])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

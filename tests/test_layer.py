@@ -384,6 +384,15 @@ class TestStateDict:
         with torch.device("meta"):
             layer.load_state_dict(layer.state_dict(), assign=True)
 
+    def test_statistics_that_are_assigned_lie_as_the_kernels_read_them(self):
+        source = self.trained()
+        saved = {k: v.T.contiguous().T if v.dim() == 2 else v for k, v in state(source).items()}
+        assert not saved["population.batch_var"].is_contiguous()
+        layer = BatchLayerNorm(3)
+        layer.load_state_dict(saved, assign=True)
+        assert all(buffer.is_contiguous() for buffer in layer.population.buffers())
+        assert_same_state(layer, state(source))
+
     def test_a_dict_in_half_precision_does_not_narrow_the_statistics(self):
         saved = {k: v.half() if v.is_floating_point() else v for k, v in state(self.trained()).items()}
         layer = BatchLayerNorm(3)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -37,8 +38,8 @@ def convert(
 
     GroupNorm and InstanceNorm (without running statistics) normalize each sample over positions, which BLN does
     not: they are replaced too, but their function changes until the net is trained. A warning names those, the layers
-    that look like norms and could not be converted, subclasses of norms among them, and a module that takes samples
-    second; and says so if there is nothing to convert.
+    that look like norms and could not be converted, subclasses of norms among them, norms whose hooks are gone, and a
+    module that takes samples second; and says so if there is nothing to convert.
 
     With ``process_group`` all BLN layers are synchronized over its ranks: those made here, and those that were there,
     which keep statistics, parameters and configuration.
@@ -90,6 +91,8 @@ def convert(
             notes.append(f"{name}: left as it is, {module} spans more than the last axis")
         elif isinstance(module, _NORMS) or re.search(r"Norm(\dd)?$", kind.__name__):
             notes.append(f"{name}: left as it is, there is no rule for {kind.__name__}")
+        if module in replacements and any(getattr(module, hooks) for hooks in _HOOKS):
+            notes.append(f"{name}: its hooks stay with the {kind.__name__} that was there; register them anew")
     if any(type(module) is nn.LayerNorm for module in replacements):
         notes += _samples_second(model)
 

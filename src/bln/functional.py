@@ -130,7 +130,7 @@ def normalize(
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     gamma, beta = (None if p is None else p.to(dtype) for p in (weight, bias))
 
-    kernels = kernels_for(x, weight, bias) if population is None else None
+    kernels = kernels_for(x, x.shape[channel_dim], weight, bias) if population is None else None
     if kernels is not None:
         y, statistics = kernels.train(
             x, weight, bias, mask, channel_dim=channel_dim, per_position=per_position, eps=eps, mix_eps=mix_eps,
@@ -161,13 +161,13 @@ def normalize(
     return y, statistics
 
 
-def kernels_for(x: Tensor, *others: Tensor | None) -> ModuleType | None:
-    """The Triton kernels, where these tensors can use them."""
+def kernels_for(x: Tensor, features: int, *others: Tensor | None) -> ModuleType | None:
+    """The Triton kernels, where these tensors, an input of so many features and others, can use them."""
     if not (_on_gpu(x) and _has_triton()):
         return None
     from . import kernels
 
-    return kernels if kernels.usable(x, *others) else None
+    return kernels if kernels.usable(x, features, *others) else None
 
 
 def _on_gpu(x: Tensor) -> bool:

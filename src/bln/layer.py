@@ -154,7 +154,7 @@ class BatchLayerNorm(nn.Module):
         if group is not None:
             return self._synchronized(x, mask, channel_dim, positions, group)
         m, entries = functional.count(shape, mask, self.per_position)
-        kernels = functional.kernels_for(x, self.weight, self.bias, self.population.batch_mean)
+        kernels = functional.kernels_for(x, self.num_features, self.weight, self.bias, self.population.batch_mean)
         if (
             kernels is not None
             and not torch.compiler.is_compiling()

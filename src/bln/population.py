@@ -307,9 +307,10 @@ class Population(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for name in STATISTICS:
-            if _narrow(value := getattr(self, name)):  # assigned from a dict in low precision
-                setattr(self, name, value.float())
+        for name in STATISTICS + _COUNTERS:  # they may have been assigned, as they were in the dict
+            value = getattr(self, name)
+            if _narrow(value) or not value.is_contiguous():
+                setattr(self, name, (value.float() if _narrow(value) else value).contiguous())
 
 
 def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:

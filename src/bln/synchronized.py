@@ -138,7 +138,7 @@ def train(
     task = Task(channel_dim, per_position, positions, eps, mix_eps, dim_scale, group, dtype)
     # The others know no mask, refuse an empty input, and a compiler does better with plain operators.
     plain = mask is not None or x.shape[0] == 0 or torch.compiler.is_compiling()
-    kernels = None if plain else functional.kernels_for(x, weight, bias, population.batch_mean)
+    kernels = None if plain else functional.kernels_for(x, x.shape[channel_dim], weight, bias, population.batch_mean)
     y: Tensor
     if kernels is not None:
         y = kernels.synchronized.train(x, weight, bias, task, (population, momentum) if learning else None)

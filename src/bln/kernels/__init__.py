@@ -20,15 +20,15 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = (Tensor, Parameter)
 
 
-def usable(x: Tensor, *parameters: Tensor | None) -> bool:
+def usable(x: Tensor, features: int, *parameters: Tensor | None) -> bool:
     """Whether these tensors can be handled here: such as the kernels know, and not under a function transform."""
     compiling = torch.compiler.is_compiling()
-    if x.dtype not in _TYPES or not (compiling or type(x) in _KINDS):
+    if x.dtype not in _TYPES or features > launch.FEATURES or not (compiling or type(x) in _KINDS):
         return False
     for p in parameters:
         if p is None:
             continue
-        if p.dtype not in _TYPES or not p.is_contiguous() or p.shape[-1] > launch.FEATURES:
+        if p.dtype not in _TYPES or not p.is_contiguous():
             return False
         if not (compiling or type(p) in _KINDS):
             return False

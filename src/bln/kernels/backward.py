@@ -308,7 +308,7 @@ def sweep(
     if not SUM:
         tiles.wait_for_previous(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    first, last, stride = tiles.samples_of(split, splits, run, N, BN, STRIDED)
+    first, last, stride = tiles.samples_of(split, splits, run, N, BN, LONG, STRIDED)
     _, ps, c, folded = tiles.indices(TILE, ACROSS, SIDE)
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     positions, features = tiles.positions(P, SIDE, LAPS, TOUCHED), C * LAPS  # those there really are

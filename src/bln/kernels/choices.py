@@ -205,7 +205,8 @@ def _whole(c: int, held: int) -> int:
 # Rows of up to so many features: warps, features and values of a thread, tiles under way, and programs for each
 # multiprocessor. Each program leaves partial results as long as a row: few programs where rows are long. For most lines
 # four to seven choices were measured: (401408, 1, 64) takes 1.8 times a copy with this one, 1.9 to 2.3 with others;
-# (50176, 1, 256) 2.1, and 2.1 to 2.5; (16384, 1, 1024) 2.0, and 2.0 to 2.3.
+# (50176, 1, 256) 2.1, and 2.1 to 2.5; (16384, 1, 1024) 2.0, and 2.0 to 2.3; (4096, 1, 8192) 2.0, and 2.3 with twice as
+# many programs.
 _ROWS = {
     (False, 4): [
         (128, 4, 8, 32, 3, 3), (256, 4, 8, 32, 4, 3), (512, 2, 16, 32, 5, 2), (1024, 4, 16, 32, 5, 2),
@@ -213,7 +214,7 @@ _ROWS = {
     ],
     (False, 2): [
         (128, 4, 8, 32, 4, 3), (256, 4, 8, 32, 4, 3), (512, 4, 16, 32, 4, 2), (1024, 4, 16, 32, 5, 2),
-        (2048, 4, 16, 32, 4, 2), (FEATURES, 4, 32, 32, 5, 2),
+        (2048, 4, 16, 32, 4, 2), (4096, 4, 32, 32, 5, 2), (FEATURES, 4, 32, 32, 5, 1),
     ],
     (True, 4): [
         (128, 2, 8, 16, 4, 8), (256, 4, 8, 16, 3, 3), (512, 2, 16, 32, 5, 2), (1024, 2, 16, 16, 4, 4),
@@ -235,12 +236,13 @@ def _one_slab(given: Given, backward: bool) -> Launch:
     held = _whole(c, 32 if ragged else held)
     if n * features < 2**18:
         warps = 2  # small tiles, so that there are some programs
-    warps = max(warps, features // (LANES * held))
-    if ragged:  # with rows of 768, 2.2 times a copy, else 2.5
-        warps = min(32, max(4, 2 * features // (LANES * held)))
-    # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.1 so, 2.3 with 8.
-    # But not (200704, 1, 128), which takes 1.9 with four values, 3.4 with eight: the compiler would load tiles twice.
-    short = itemsize == 2 and (features <= 64 or (backward and features > 512)) and c % (8 * features // held) == 0
+    # With rows of 768, 2.2 times a copy with four warps, else 2.5; with rows of 3072, 2.1, and 2.9 with eight.
+    warps = max(4 if ragged else warps, features // (LANES * held))
+    # Of few bits 16 bytes at a time, if pieces are whole then, too: backward (4096, 1, 4096) takes 2.1 so, 2.3 with 8,
+    # and forward (4096, 1, 8192) 2.3, and 2.4. But not (200704, 1, 128), which takes 1.9 with four values, 3.4 with
+    # eight: the compiler would load tiles twice.
+    short = itemsize == 2 and (features <= 64 or features > (512 if backward else 2048))
+    short = short and c % (8 * features // held) == 0
     tile, side = arrange(n, c, warps, values, held, 8 if short else 4)
     stages = 1 if given.masked else fitting(stages, _bytes(given, backward) * prod(tile), given.shared)
     splits = min(most * processors, max(processors, n // 16))

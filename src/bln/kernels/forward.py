@@ -270,7 +270,7 @@ def sweep(
     if NORMALIZE or EARLY:
         tiles.begin_next(CHAINED)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    first, last, stride = tiles.samples_of(split, splits, run, N, BN, STRIDED)
+    first, last, stride = tiles.samples_of(split, splits, run, N, BN, LONG, STRIDED)
     if ALL > 0:
         if tl.program_id(0) == tl.num_programs(0) - 1:
             kept = batch_mean, batch_var, feature_mean, feature_var, kept_inverse_m

@@ -202,8 +202,7 @@ def _shares(
     P, C = tiles.sides(P, C, ACROSS, SIDE)
     positions = tiles.positions(P, SIDE, LAPS, TOUCHED)
     p = tiles.position(tl.program_id(0) // splits, P, positions, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED) + ps
-    first = tl.program_id(0) % splits * run
-    last = tl.minimum(N, first + run)
+    first, last, _ = tiles.samples_of(tl.program_id(0) % splits, splits, run, N, BN, LONG)
     at, row = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, p, N, P, ACROSS, LONG)
     step, row_step = P.to(tl.int64) * C, tiles.row_stride(P, ACROSS)
     for start in tl.range(first, last, BN, num_stages=STAGES):
@@ -244,8 +243,7 @@ def _normalize(
     first_p = tiles.position(tl.program_id(0) // splits, P, positions, BP, ACROSS, SIDE, EVEN, LAPS, TOUCHED)
     p = first_p + ps
     row = tiles.row_position(p, first_p, P, positions, LAPS, TOUCHED)
-    first = tl.program_id(0) % splits * run
-    last = tl.minimum(N, first + run)
+    first, last, _ = tiles.samples_of(tl.program_id(0) % splits, splits, run, N, BN, LONG)
     at, row_at = tiles.offset(ns, p, c, P, C, ACROSS, LONG), tiles.row_offset(ns, row, N, positions, ACROSS, LONG)
     step, row_step = P.to(tl.int64) * C, tiles.row_stride(positions, ACROSS)
     g = tiles.of_features(gamma, first_p, p, folded, P, C, LAPS, TOUCHED, 1.0)

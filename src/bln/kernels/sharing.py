@@ -184,7 +184,7 @@ def unite(
     if EARLY:
         tiles.begin_next(CHAINED)
     tiles.wait_for_previous(CHAINED)
-    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    block, split = tl.program_id(0) // splits, (tl.program_id(0) % splits).to(tl.int64)
     last = tl.minimum(N, (split + 1) * run)
     lap, ps, ns, _ = tiles.indices(TILE, True, 1)
     p = block * TILE[3] + ps

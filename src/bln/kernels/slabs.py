@@ -71,7 +71,7 @@ class Slabs(NamedTuple):
         if mask is None:
             return None
         m, real = (at_least_one(c) for c in count(mask.shape, mask, per_position))
-        hidden = (~mask).reshape(self.n, self.p).to(torch.uint8)
+        hidden = (~mask).reshape(self.n, self.p).to(torch.uint8).contiguous()
         return Entries(hidden, real.reshape(-1).float(), (1 / m).reshape(-1).float())  # type: ignore[union-attr]
 
     def rows(self, x: Tensor, channel_dim: int) -> Tensor:

@@ -105,12 +105,14 @@ def position(
 
 
 @triton.jit
-def samples_of(split, splits, run, N, BN: tl.constexpr, STRIDED: tl.constexpr):
+def samples_of(split, splits, run, N, BN: tl.constexpr, LONG: tl.constexpr, STRIDED: tl.constexpr = False):
     """Those of one of several programs: the first, where they end, and how far apart its tiles are.
 
     It has a run of them; or, ``STRIDED``, one tile of every ``splits``, so that all programs together go through memory
     from one end to the other.
     """
+    if LONG:  # there may be so many rows, too
+        split, splits, N = split.to(tl.int64), splits.to(tl.int64), N.to(tl.int64)
     if STRIDED:
         first, last, stride = split * BN, N, splits * BN
     else:

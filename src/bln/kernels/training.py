@@ -65,6 +65,7 @@ def train(
         y, statistics = torch.ops.bln.train(
             x, gamma, beta, *(left or (None, None, None)), channel_dim, per_position, *numbers
         )
+        statistics = statistics.detach()
     else:
         y, statistics = _Train.apply(  # type: ignore[no-untyped-call]
             x, gamma, beta, left, slabs, channel_dim, numbers, remember
@@ -356,6 +357,7 @@ def _slabs(x: Tensor, channel_dim: int, per_position: bool) -> Slabs:
 
 
 @torch.library.custom_op("bln::train", mutates_args=())
+@on_its_device
 def _train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, hidden: Tensor | None, count: Tensor | None,
     weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
@@ -366,6 +368,7 @@ def _train(
 
 
 @torch.library.custom_op("bln::train_backward", mutates_args=())
+@on_its_device
 def _train_backward(
     x: Tensor, dy: Tensor, gamma: Tensor | None, statistics: Tensor, hidden: Tensor | None, count: Tensor | None,
     weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,

@@ -77,7 +77,7 @@ def resources(code: bytes) -> str:
 def share(kernels, given, dtype):
     """The sweeps of which other ranks hear in between."""
     back = kernels is backward
-    chosen = choices.training(given, backward=back, alone=False)
+    chosen = choices.training(given, backward=back, hold=False)
     constants = {key: value for key, value in chosen.constants.items() if key.isupper()}
     constants |= {"MASKED": False, "POOLED": given.pooled, "EARLY": False, "hidden": None}
     constants |= chosen.in_sweeps

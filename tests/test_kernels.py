@@ -114,7 +114,7 @@ sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**15), round_sizes)
 
 @settings(max_examples=1000)
 @example(
-    n=9, p=4, c=2048, itemsize=4, layout="across", masked=False, pooled=False, alone=True, processors=132, shared=232448
+    n=9, p=4, c=2048, itemsize=4, layout="across", masked=False, pooled=False, hold=True, processors=132, shared=232448
 )
 @example(
     n=9,
@@ -124,17 +124,17 @@ sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**15), round_sizes)
     layout="across",
     masked=False,
     pooled=False,
-    alone=True,
+    hold=True,
     processors=132,
     shared=232448,
 )
 @given(
     n=sizes, p=sizes, c=sizes, itemsize=st.sampled_from([2, 4]), layout=st.sampled_from(["last", "across", "dense"]),
-    masked=st.booleans(), pooled=st.booleans(), alone=st.booleans(), processors=st.sampled_from([1, 20, 132]),
+    masked=st.booleans(), pooled=st.booleans(), hold=st.booleans(), processors=st.sampled_from([1, 20, 132]),
     shared=st.sampled_from([0, 49152, 101376, 232448]),
 )  # fmt: skip
 def test_any_shape_has_a_launch_that_a_gpu_can_make(
-    n, p, c, itemsize, layout, masked, pooled, alone, processors, shared
+    n, p, c, itemsize, layout, masked, pooled, hold, processors, shared
 ):
     p = 1 if layout == "dense" else p
     beside = {training: layout == "across" and p > 1 and launch.across(p, c, training) for training in (0, 1)}
@@ -145,9 +145,9 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
     for tensors, across, each in (
         *([(1, True, shares)] if shares and not masked else []),
         (1, beside[0], choices.inference(inference)),
-        (1, beside[0], choices.training(inference, backward=False, alone=False)),
-        (1, beside[1], choices.training(training, backward=False, alone=alone)),
-        (2, beside[1], choices.training(training, backward=True, alone=alone)),
+        (1, beside[0], choices.training(inference, backward=False, hold=False)),
+        (1, beside[1], choices.training(training, backward=False, hold=hold)),
+        (2, beside[1], choices.training(training, backward=True, hold=hold)),
     ):
         values = np.prod(each.tile)
         assert all(size & (size - 1) == 0 for size in (*each.tile, each.warps, each.side))
@@ -174,7 +174,7 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(
             assert each.features * each.laps == c
             assert each.features % (each.width if across else each.tile[3]) == 0
     for backward, seen in ((False, training), (True, training), (False, inference)):
-        each = choices.training(seen, backward=backward, alone=alone)
+        each = choices.training(seen, backward=backward, hold=hold)
         pooled_at_once = seen.pooled and each.laps == 1
         assert p % each.positions == 0 or not (each.even and pooled_at_once)  # no position counts twice
         assert 2 * p * (c + n + 1) + each.flags <= statistics_size(n, p, c)  # there is room for what they say

@@ -121,7 +121,7 @@ def resident(
 @triton.jit
 def _sums(
     x, dy, hidden, statistics, sums, mean_B, gamma, p, q, Q, first, last, stride, N, P, C, eps,
-    TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
+    TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, POOLED: tl.constexpr,
     STAGES: tl.constexpr, LAPS: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def _sums(
 def _differentiate(
     x, dy, dx, hidden, gamma, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, q, Q, first, last, stride, N, P,
     C, eps,
-    TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
+    TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of the samples that ``_sums`` had, the last ones first; 0 at hidden entries. There are rows of ``Q``
@@ -293,9 +293,10 @@ def sweep(
 ):  # fmt: skip
     """One or both sweeps over some samples of some positions; as ``forward.sweep``.
 
-    ``partials`` are column sums ``[3, splits, P, C]``, of which the second sweep alone reads ``parts``; ``sums`` is
-    what the second sweep needs of each row, or nothing if it finds that itself; ``rows`` is what each block of
-    positions gives to the gradients of gamma and beta, ``[blocks, 2, C]``, or ``POOLED`` what all give, ``[2, C]``.
+    ``partials`` are three sums of each column, ``[3, splits, P, C]``, or ``[3, splits, C, P]`` where positions lie side
+    by side, or ``POOLED`` ``[3, programs, C]``, of which the second sweep alone reads ``parts``; ``sums`` is what the
+    second sweep needs of each row, or nothing if it finds that itself; ``rows`` is what each block of positions gives
+    to the gradients of gamma and beta, ``[blocks, 2, C]``, or ``POOLED`` what all give, ``[2, C]``.
 
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
     ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
@@ -332,7 +333,7 @@ def sweep(
     if SUM:
         total, dot_B, dot_F = _sums(
             x, dy, hidden, statistics, sums, mean_B, g, p, row, positions, first, last, stride, N, P, C, eps,
-            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES, LAPS,
+            TILE, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, POOLED, STAGES, LAPS,
         )  # fmt: skip
     if SUM and not DIFFERENTIATE:
         if not EARLY:
@@ -407,7 +408,7 @@ def sweep(
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, row, positions, first,
-            last, stride, N, P, C, eps, TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
+            last, stride, N, P, C, eps, TILE, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip
 
 

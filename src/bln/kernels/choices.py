@@ -33,15 +33,16 @@ _RESIDENT = 16384  # values of a slab that registers hold
 _BLOCK = 8  # positions, where they lie side by side, of which a program holds whole slabs
 
 
-def training(given: Given, *, backward: bool, alone: bool = True) -> Launch:
+def training(given: Given, *, backward: bool, hold: bool = True) -> Launch:
     """The heuristic for training.
 
     Args:
         given: The input, and the device.
         backward: Two tensors are read, and three sums kept for each column.
-        alone: Statistics are those of this process alone; else other ranks have to be asked between two sweeps.
+        hold: Slabs may be held in registers. Else they are swept over, since other ranks are to be asked in between, or
+            statistics of columns alone are wanted.
     """
-    held = _held(given, backward) if alone and not (given.masked or given.pooled) else None
+    held = _held(given, backward) if hold and not (given.masked or given.pooled) else None
     if held is not None:
         return held
     if given.across:

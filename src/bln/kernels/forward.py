@@ -220,7 +220,7 @@ def _measure(
 @triton.jit
 def _normalize(
     x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, q, Q, first, last, stride, N, P, C, eps,
-    TILE: tl.constexpr, BN: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
+    TILE: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr, LONG: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Eqs 14-17 of the samples that ``_measure`` had, the last ones first; hidden entries become 0. There are rows of
@@ -343,5 +343,5 @@ def sweep(
         s_B = w_B * g * tl.rsqrt(var_B + eps)
         _normalize(
             x, y, hidden, rows, mean_B, s_B, w_F, g, b, p, row, positions, first, last, stride, N, P, C, eps,
-            TILE, BN, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
+            TILE, ACROSS, SIDE, LONG, EVEN, FULL, FEATURES, MASKED, STAGES,
         )  # fmt: skip

@@ -102,7 +102,7 @@ class _Infer(torch.autograd.Function):
             kept.updates, own, rows, kept.inverse_m.numel(), n, *chosen.extents(p, c), chosen.run, chosen.splits,
             numbers.mix_eps, numbers.scale, numbers.eps, MEAN_F=config.feature_mean, VAR_F=config.feature_std,
             SWAPPED=chosen.swapped, TURNED=turn, MASKED=left is not None, POOLED=pooled, **chosen.in_laps,
-            **(chain(x.device)[1] if united else {"CHAINED": False}), **_unfused(chosen),
+            **(chain(x.device).after if united else {"CHAINED": False}), **_unfused(chosen),
         )  # fmt: skip
         ctx.rest = left, slabs, channel_dim, numbers, kept, config
         ctx.save_for_backward(x, gamma, beta, *kept.buffers())  # so that a change of the population is noticed
@@ -125,7 +125,7 @@ def _shares_of(x: Tensor, slabs: Slabs) -> Tensor:
     chosen = choices.shares(given(slabs, x.element_size(), x.device, False))
     shares = torch.empty(2 * n * p * chosen.laps, dtype=torch.float32, device=x.device)
     _shares[(chosen.blocks * chosen.splits,)](
-        x, shares, n, *chosen.extents(p, c), chosen.run, chosen.splits, **chosen.in_laps, **chain(x.device)[0],
+        x, shares, n, *chosen.extents(p, c), chosen.run, chosen.splits, **chosen.in_laps, **chain(x.device).begin,
         **_unfused(chosen),
     )  # fmt: skip
     return shares
@@ -147,7 +147,7 @@ def _batch(
     q = 1 if pooled else p
     mean, var = kept.batch_mean.view(-1, c)[:q], kept.batch_var.view(-1, c)[:q]
     if config.uses_batch:
-        chosen = choose(slabs, x.element_size(), x.device, left is not None, False, alone=False)  # never held
+        chosen = choose(slabs, x.element_size(), x.device, left is not None, False, hold=False)
         joined, _ = measure(x, None, left, slabs, numbers, chosen, most=1)
         own_mean, square, real, _ = torch.split(joined, [q * c, q * c, q, 2 * q])
         shape = (c, q) if across else (q, c)

@@ -1,7 +1,8 @@
 """Partial results: what programs that share a slab find of it in a first sweep, each of some samples.
 
-They are means and squares of columns ``[parts, P, C]``, then counts and sums of the means and variances of rows
-``[parts, P]``. Few are joined by every program of the second sweep; of more, ``merge`` makes fewer.
+They are means and squares of columns ``[parts, P, C]``, or ``[parts, C, P]`` where positions lie side by side, then
+counts and sums of the means and variances of rows ``[parts, P]``; of pooled statistics, those of one position. Few are
+joined by every program of the second sweep; of more, ``merge`` makes fewer.
 
 Where features are in laps, ``unite`` makes rows. Pooled, a program has parts of some laps, and leaves what it found for
 each: means and squares of features ``[parts, C]``, and counts ``[parts, laps]``, a lap being in so many blocks, times

@@ -128,7 +128,7 @@ def turned(x: Tensor, second: Tensor | None = None, aside: bool = False) -> Tens
     most = 16 // x.element_size()
     tiles.turn[(n * launch.cdiv(p, 64) * launch.cdiv(c, 64),)](
         x, second, y, p, c, SIDE_P=math.gcd(p, most), SIDE_C=math.gcd(c, most), BLOCK=64, num_warps=4,
-        **(chain(x.device)[1] if aside else {"CHAINED": False}),
+        **(chain(x.device).after if aside else {"CHAINED": False}),
     )  # fmt: skip
     return y
 
@@ -161,11 +161,16 @@ def shared_memory(device: torch.device) -> int:
     return size
 
 
-@cache
-def chain(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Options for a launch that begins when all before it is done, and for one that may begin a little earlier.
+class Chain(NamedTuple):
+    """Options for launches."""
 
-    Where a device can, from Hopper on, the latter begins when all programs of the launch before let it, and waits for
+    begin: dict[str, bool]  # one that begins when all before it is done
+    after: dict[str, bool]  # one that may begin a little earlier
+
+
+@cache
+def chain(device: torch.device) -> Chain:
+    """Where a device can, from Hopper on, a launch begins when all programs of the one before let it, and waits for
     them: see ``tiles``. Between sweeps over few values they do so at once: (64, 80, 128) in bfloat16, pooled, takes 2.8
     times an addition backward so, else 3.3. Else they do so at their end: the programs of a large sweep would settle
     where there is room just then, more on one multiprocessor than on another, and (32, 512, 1024) would take 2.8 times
@@ -173,8 +178,8 @@ def chain(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
     """
     nvidia = device.type == "cuda" and torch.version.hip is None and tiles.VERSION >= (3, 5)
     if nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"CHAINED": True}, {"CHAINED": True, "launch_pdl": True}
-    return {"CHAINED": False}, {"CHAINED": False}
+        return Chain({"CHAINED": True}, {"CHAINED": True, "launch_pdl": True})
+    return Chain({"CHAINED": False}, {"CHAINED": False})
 
 
 def on_its_device(function: Callable[..., T]) -> Callable[..., T]:
@@ -198,10 +203,10 @@ def given(slabs: Slabs, itemsize: int, device: torch.device, masked: bool) -> Gi
 
 @lru_cache(maxsize=4096)
 def choose(
-    slabs: Slabs, itemsize: int, device: torch.device, masked: bool, backward: bool, alone: bool = True
+    slabs: Slabs, itemsize: int, device: torch.device, masked: bool, backward: bool, hold: bool = True
 ) -> launch.Launch:
     """How to launch a training kernel."""
-    return choices.training(given(slabs, itemsize, device, masked), backward=backward, alone=alone)
+    return choices.training(given(slabs, itemsize, device, masked), backward=backward, hold=hold)
 
 
 def gradients(plain: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], ctx: Any, dy: Tensor) -> list[Any]:

@@ -204,7 +204,7 @@ def _message(
     block = 2048 // tall
     pack[(launch.cdiv(known * c, block),)](
         partials, message, p, c, known, parts, x.shape[0],
-        ACROSS=chosen.across, POOLED=not task.per_position, BS=tall, BLOCK=block, **chain(x.device)[1],
+        ACROSS=chosen.across, POOLED=not task.per_position, BS=tall, BLOCK=block, **chain(x.device).after,
     )  # fmt: skip
     return message
 
@@ -256,7 +256,7 @@ class _Train(torch.autograd.Function):
         n, p, c, _, pooled = slabs
         q = 1 if pooled else p
         statistics = torch.empty(statistics_size(n, p, c), dtype=torch.float32, device=x.device)
-        chosen = choose(slabs, x.element_size(), x.device, False, False, alone=False)
+        chosen = choose(slabs, x.element_size(), x.device, False, False, hold=False)
         message = _message(x, statistics, slabs, numbers, chosen, task)
         joined = _join_messages(synchronized.gather(message, task.group), q, c, chosen.across, task, remember)
         inverse_m = joined[q * (2 * c + 3) :]
@@ -266,7 +266,7 @@ class _Train(torch.autograd.Function):
             x, y, None, gamma, beta, statistics, joined, inverse_m, n, *chosen.extents(p, c), chosen.run, chosen.splits,
             1, numbers.mix_eps, numbers.scale, numbers.eps, *NOTHING.buffers, *NOTHING.numbers, MASKED=False,
             POOLED=pooled, MEASURE=False, NORMALIZE=True, ALL=concluding, SHARED=True, **chosen.in_sweeps,
-            **chain(x.device)[0], **chosen.constants,
+            **chain(x.device).begin, **chosen.constants,
         )  # fmt: skip
         ctx.rest = slabs, numbers, task
         ctx.save_for_backward(x, gamma, beta, statistics, joined[2 * q * c :], inverse_m)
@@ -279,14 +279,14 @@ class _Train(torch.autograd.Function):
         slabs, numbers, task = ctx.rest
         n, p, c, _, pooled = slabs
         dy = beside(dy, x, slabs, task.channel_dim)
-        chosen = choose(slabs, x.element_size(), x.device, False, True, alone=False)
+        chosen = choose(slabs, x.element_size(), x.device, False, True, hold=False)
         programs = chosen.blocks * chosen.splits
         laps = chosen.laps
         q, blocks, parts = p, chosen.blocks if laps == 1 else chosen.places(p), chosen.splits
         if pooled:
             q, blocks, parts = 1, 1, programs if laps == 1 else chosen.parts(p)
         sums = None if chosen.late else torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
-        begin, _ = chain(x.device)
+        begin = chain(x.device).begin
 
         def sweep(sums: Tensor | None, dx: Tensor, partials: Tensor, first: bool) -> None:
             backward.sweep[(programs,)](

@@ -299,7 +299,8 @@ def transform(v, mean_B, s_B, mean_F, s_F, g, b, SHORT: tl.constexpr):
         mean_B, s_B: Batch means and gamma * w_B / sigma_B, of columns.
         mean_F, s_F: Feature means and w_F / sigma_F, of rows.
         g, b: Gamma and beta.
-        SHORT: The values have 11 bits or fewer, so it does no harm that means cancel to 24.
+        SHORT: The values have 11 bits or fewer, so it does little harm that means cancel to 24: of a column that is
+            1e4 throughout, bfloat16 comes out as .04 where five operations have .01.
     """
     if SHORT:
         y = tl.fma(v, tl.fma(s_F, g, s_B), tl.fma(-(mean_F * s_F), g, tl.fma(-mean_B, s_B, b)))

@@ -99,7 +99,7 @@ def _enter(memory: Memory, statistics: Tensor, slabs: Slabs, chosen: launch.Laun
     size, each = (256, 128) if some <= 2**16 else (1024, 256) if some <= 2**18 else (2048, 512)
     block = max(1, min(size // columns, launch.power_of_two(p)))
     finite, flags = None, chosen.flags
-    _, after = chain(statistics.device)
+    after = chain(statistics.device).after
     if flags > 4096:  # each program reads all
         finite, flags, after = statistics[2 * p * (c + n + 1) :][:flags].amin(), 1, {"CHAINED": False}
     population.enter[(launch.cdiv(p, block),)](
@@ -136,16 +136,16 @@ def _forward(
             _enter(memory, statistics, slabs, chosen)
         return y, statistics
 
-    alone = not chosen.in_two(pooled)
+    at_once = not chosen.in_two(pooled)
     concluding = chosen.concluding(p, c, pooled)
-    partials, parts = (None, 1) if alone else measure(x, statistics, left, slabs, numbers, chosen)
-    hidden, _, weight = left or (None, None, inverse_m)
+    partials, parts = (None, 1) if at_once else measure(x, statistics, left, slabs, numbers, chosen)
+    hidden, _, inverse_m_at = left or (None, None, inverse_m)
     learned = memory if concluding else NOTHING
     forward.sweep[(chosen.blocks * chosen.splits + bool(concluding),)](
-        x, y, hidden, gamma, beta, statistics, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits,
-        parts, mix_eps, scale, eps, *learned.buffers, *learned.numbers, MASKED=left is not None, POOLED=pooled,
-        MEASURE=alone, NORMALIZE=True, ALL=concluding, EARLY=chosen.early, **learned.constants, **chosen.in_sweeps,
-        **(begin if alone else after), **chosen.constants,
+        x, y, hidden, gamma, beta, statistics, partials, inverse_m_at, n, *chosen.extents(p, c), chosen.run,
+        chosen.splits, parts, mix_eps, scale, eps, *learned.buffers, *learned.numbers, MASKED=left is not None,
+        POOLED=pooled, MEASURE=at_once, NORMALIZE=True, ALL=concluding, EARLY=chosen.early, **learned.constants,
+        **chosen.in_sweeps, **(begin if at_once else after), **chosen.constants,
     )  # fmt: skip
     if not concluding:
         _enter(memory, statistics, slabs, chosen)
@@ -181,13 +181,13 @@ def measure(
         parts = chosen.parts(p)
         behind = parts * laps + 2 * chosen.splits * p
     partials = torch.empty(2 * parts * q * c + behind, dtype=torch.float32, device=x.device)
-    hidden, _, weight = left or (None, None, inverse_m)
+    hidden, _, inverse_m_at = left or (None, None, inverse_m)
     begin, after = chain(x.device)
     rows, sums = statistics, None
     if laps > 1 and statistics is not None:  # shares of them
         rows = torch.empty(2 * n * p * laps, dtype=torch.float32, device=x.device)
     forward.sweep[(programs,)](
-        x, x, hidden, None, None, rows, partials, weight, n, *chosen.extents(p, c), chosen.run, chosen.splits, 1,
+        x, x, hidden, None, None, rows, partials, inverse_m_at, n, *chosen.extents(p, c), chosen.run, chosen.splits, 1,
         mix_eps, scale, eps, *NOTHING.buffers, *NOTHING.numbers, MASKED=left is not None, POOLED=pooled, MEASURE=True,
         NORMALIZE=False, EARLY=chosen.early, **chosen.in_sweeps, **begin, **chosen.constants,
     )  # fmt: skip
@@ -227,7 +227,7 @@ def unite(
     shape = launch.power_of_two(chosen.laps), samples, 1, 128 // samples
     sharing.unite[(launch.cdiv(p, shape[-1]) * chosen.splits,)](
         shares, statistics, sums, n, p, c, chosen.run, chosen.splits, chosen.laps,
-        TILE=shape, EARLY=chosen.early, num_warps=4, enable_fp_fusion=False, **chain(shares.device)[1],
+        TILE=shape, EARLY=chosen.early, num_warps=4, enable_fp_fusion=False, **chain(shares.device).after,
     )  # fmt: skip
 
 
@@ -268,14 +268,14 @@ def _backward(
         )  # fmt: skip
         return dx, parameters(rows)
 
-    hidden, counts, weight = left or (None, None, inverse_m)
+    hidden, counts, inverse_m_at = left or (None, None, inverse_m)
     programs = chosen.blocks * chosen.splits
     laps = chosen.laps
     sums = None if chosen.late else torch.empty(n, laps, 2 * p, dtype=torch.float32, device=x.device)
 
     def sweep(sums: Tensor | None, partials: Tensor | None, parts: int, sum_: bool, differentiate: bool) -> None:
         backward.sweep[(programs,)](
-            x, dy, dx, hidden, gamma, statistics, partials, sums, rows, weight, counts, n, *chosen.extents(p, c),
+            x, dy, dx, hidden, gamma, statistics, partials, sums, rows, inverse_m_at, counts, n, *chosen.extents(p, c),
             chosen.run, chosen.splits, parts, mix_eps, scale, eps, MASKED=left is not None, POOLED=pooled,
             SUM=sum_, DIFFERENTIATE=differentiate, EARLY=chosen.early, **chosen.in_sweeps,
             **(begin if sum_ else after), **chosen.constants,
@@ -307,7 +307,7 @@ def summed(parts: Tensor, early: bool = False) -> Tensor:
         return parts.view(outer, width)
     total = torch.empty(outer, width, dtype=torch.float32, device=parts.device)
     tile = _tall(number, width)
-    _, after = chain(parts.device)
+    after = chain(parts.device).after
     blocks, flat = launch.cdiv(width, tile["BLOCK"]), outer > _GRID
     backward.add[(blocks * outer,) if flat else (blocks, outer)](
         parts, total, number, width, FLAT=flat, EARLY=early, **tile, **after
@@ -360,33 +360,33 @@ def _slabs(x: Tensor, channel_dim: int, per_position: bool) -> Slabs:
 @on_its_device
 def _train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, hidden: Tensor | None, count: Tensor | None,
-    weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
+    inverse_m_at: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
     inverse_m: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     slabs = _slabs(x, channel_dim, per_position)
-    return _forward(x, gamma, beta, _left(hidden, count, weight), slabs, Options(eps, mix_eps, scale, inverse_m))
+    return _forward(x, gamma, beta, _left(hidden, count, inverse_m_at), slabs, Options(eps, mix_eps, scale, inverse_m))
 
 
 @torch.library.custom_op("bln::train_backward", mutates_args=())
 @on_its_device
 def _train_backward(
     x: Tensor, dy: Tensor, gamma: Tensor | None, statistics: Tensor, hidden: Tensor | None, count: Tensor | None,
-    weight: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
+    inverse_m_at: Tensor | None, channel_dim: int, per_position: bool, eps: float, mix_eps: float, scale: float,
     inverse_m: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     slabs, numbers = _slabs(x, channel_dim, per_position), Options(eps, mix_eps, scale, inverse_m)
     return _backward(
-        x, beside(dy, x, slabs, channel_dim), gamma, statistics, _left(hidden, count, weight), slabs, numbers
+        x, beside(dy, x, slabs, channel_dim), gamma, statistics, _left(hidden, count, inverse_m_at), slabs, numbers
     )
 
 
-def _left(hidden: Tensor | None, count: Tensor | None, weight: Tensor | None) -> Entries | None:
-    return None if hidden is None or count is None or weight is None else Entries(hidden, count, weight)
+def _left(hidden: Tensor | None, count: Tensor | None, inverse_m_at: Tensor | None) -> Entries | None:
+    return None if hidden is None or count is None or inverse_m_at is None else Entries(hidden, count, inverse_m_at)
 
 
 @_train.register_fake
 def _(
-    x: Tensor, gamma: Any, beta: Any, hidden: Any, count: Any, weight: Any, channel_dim: int, per_position: bool,
+    x: Tensor, gamma: Any, beta: Any, hidden: Any, count: Any, inverse_m_at: Any, channel_dim: int, per_position: bool,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     slabs = _slabs(x, channel_dim, per_position)
@@ -396,14 +396,22 @@ def _(
 
 @_train_backward.register_fake
 def _(
-    x: Tensor, dy: Any, gamma: Any, statistics: Any, hidden: Any, count: Any, weight: Any, channel_dim: int, *_: Any
+    x: Tensor,
+    dy: Any,
+    gamma: Any,
+    statistics: Any,
+    hidden: Any,
+    count: Any,
+    inverse_m_at: Any,
+    channel_dim: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((2, x.shape[channel_dim]), dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, gamma, beta, hidden, count, weight, *rest = inputs
-    ctx.save_for_backward(x, gamma, beta, output[1], hidden, count, weight)
+    x, gamma, beta, hidden, count, inverse_m_at, *rest = inputs
+    ctx.save_for_backward(x, gamma, beta, output[1], hidden, count, inverse_m_at)
     ctx.rest = rest
 
 
@@ -417,8 +425,8 @@ _train.register_autograd(_differentiate, setup_context=_keep)
 
 
 def statistics_size(n: int, p: int, c: int) -> int:
-    """Of the buffer that ``forward`` describes, with room for two programs for each position: there are up to 64 laps,
-    of blocks of 64.
+    """Of the buffer that ``forward`` describes, with room for two programs for each position. There are no more: of
+    blocks of 64 positions, up to 64 laps have ``p + 1``, or ``p + 64`` where each has its own, ``p`` being 64 at least.
     """
     return 2 * p * (c + n + 2)
 

@@ -18,8 +18,9 @@ from torch import nn
 import bln
 import oracle
 import tolerance
-from bln import kernels, native
+from bln import formula, kernels, native
 from bln.config import StatisticsConfig
+from bln.functional import current
 from bln.kernels import choices, launch, sharing, slabs
 from bln.kernels.launch import Given
 from bln.kernels.training import statistics_size, summed
@@ -354,7 +355,7 @@ def test_gradients_are_the_same_bits_each_time(shape):
 def test_second_derivatives_are_those_of_the_native_path(x):
     case = to_device(Case(x, None, torch.randn(5), torch.randn(5), 1, True, 1e-4, 1e-4, True))
     gamma = case.weight.requires_grad_()
-    w_B, w_F = bln.formula.weights(1 / 4, 1e-4, 5, True)
+    w_B, w_F = formula.weights(1 / 4, 1e-4, 5, True)
     results = []
     for engine in ("kernels", "native"):
         x = case.x.detach().requires_grad_()
@@ -929,6 +930,25 @@ if GPU:
         )  # fmt: skip
         assert torch.equal(y[:, -1000:], expected)
 
+    def test_more_than_two_to_the_31_rows():
+        """Of rows that come again and again, so that their statistics, and gradients, are those of some."""
+        some, times = 2**20, 2**11 + 1
+        block, slope = torch.randn(2, some, 2, device="cuda", dtype=torch.bfloat16) + 1
+        x, dy = block.repeat(times, 1).requires_grad_(), slope.repeat(times, 1)
+        layer = bln.BatchLayerNorm(2, mix_eps=0.25, dim_scale=False).cuda()  # so that features count
+        y = layer(x)
+        dx = torch.autograd.grad(y, x, dy)[0]
+        rows = block.double()[:, None].requires_grad_()
+        statistics = current(rows, None, True)._replace(inverse_m=torch.tensor(1 / len(x)))
+        expected = formula.transform(rows, statistics, eps=layer.eps, mix_eps=0.25, dim_scale=False)
+        gradient = torch.autograd.grad(expected, rows, slope.double()[:, None])[0]
+        for at in (0, times // 2, times - 1):
+            part = slice(at * some, (at + 1) * some)
+            torch.testing.assert_close(y[part].double(), expected[:, 0], rtol=0.01, atol=0.01)
+            torch.testing.assert_close(dx[part].double(), gradient[:, 0], rtol=0.02, atol=0.02)
+        layer.eval()
+        torch.testing.assert_close(layer(x)[-some:], layer(block), rtol=0, atol=0)
+
     def test_the_error_is_no_larger_than_torchs_own():
         """Of the batch part against BatchNorm, of the feature part against LayerNorm, on the same data."""
         for mean in (0.0, 10.0, 1000.0):
@@ -940,6 +960,6 @@ if GPU:
             error_B, error_F = (theirs - batch).abs().max(), (nn.functional.layer_norm(x, (64,)) - features).abs().max()
             both = {"channel_dim": 2, "per_position": True, "eps": 1e-5, "mix_eps": 1e-5, "dim_scale": False}
             y, _ = kernels.train(x, None, None, **both)
-            w_B, w_F = bln.formula.weights(1 / 256, 1e-5, 64, False)
+            w_B, w_F = formula.weights(1 / 256, 1e-5, 64, False)
             mine = (y - (w_B * batch + w_F * features)).abs().max()
             assert mine <= 2 * (w_B * error_B + abs(w_F) * error_F), (mean, mine, error_B, error_F)

@@ -25,6 +25,7 @@ POINTERS = [
     "beta",
     "statistics",
     "partials",
+    "gradients",
     "rows",
     "joined",
     *POPULATION[:-2],
@@ -83,7 +84,9 @@ def share(kernels, given, dtype):
     constants |= chosen.in_sweeps
     if back:
         constants |= {"sums": None} if chosen.late else {}
-        phases = [{"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "rows": None} for first in (True, False)]
+        phases = [
+            {"SUM": first, "DIFFERENTIATE": not first, "SHARED": True, "gradients": None} for first in (True, False)
+        ]
     else:
         one = {
             "ALL": chosen.concluding(given.p, given.c, given.pooled),

@@ -76,7 +76,7 @@ def _derivative(d, v, mean_B, s_B, flat_B, along_B, mean_F, s_F, flat_F, along_F
 
 @triton.jit(do_not_specialize=["N", "P", "C"])
 def resident(
-    x, dy, dx, gamma, statistics, partials, inverse_m, N, P, C, mix_eps, scale, eps,
+    x, dy, dx, gamma, statistics, gradients, inverse_m, N, P, C, mix_eps, scale, eps,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -115,7 +115,7 @@ def resident(
     dgamma, dbeta = reductions.both_over_samples(dgamma, dbeta, TILE, ACROSS, SIDE, False)
     if ACROSS:
         dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
-    _store_line(partials + 2 * tl.program_id(0) * C, dgamma, dbeta, c, C)
+    _store_line(gradients + 2 * tl.program_id(0) * C, dgamma, dbeta, c, C)
 
 
 @triton.jit
@@ -200,8 +200,8 @@ def _differentiate(
 
 @triton.jit
 def _store_parameters(
-    rows, block, dgamma, dbeta, p, c, P, C, positions, BP: tl.constexpr, ACROSS: tl.constexpr, POOLED: tl.constexpr,
-    LAPS: tl.constexpr, TOUCHED: tl.constexpr,
+    gradients, block, dgamma, dbeta, p, c, P, C, positions, BP: tl.constexpr, ACROSS: tl.constexpr,
+    POOLED: tl.constexpr, LAPS: tl.constexpr, TOUCHED: tl.constexpr,
 ):  # fmt: skip
     """What the columns of a block give together, in ``LAPS`` those of each one; ``POOLED``, the first has what all
     give.
@@ -209,7 +209,7 @@ def _store_parameters(
     if LAPS > 1:
         wide = 2 * (C * LAPS).to(tl.int64)
         sharing.store_sums(
-            rows, (dgamma, dbeta), 2, wide, C * LAPS, block, 0, 1, p, c, P, C, positions, BP, LAPS, TOUCHED
+            gradients, (dgamma, dbeta), 2, wide, C * LAPS, block, 0, 1, p, c, P, C, positions, BP, LAPS, TOUCHED
         )
     else:
         if not POOLED:
@@ -217,7 +217,7 @@ def _store_parameters(
             dgamma, dbeta = tl.where(once, dgamma, 0.0), tl.where(once, dbeta, 0.0)
             if ACROSS:
                 dgamma, dbeta = tl.sum(dgamma, tiles.LANES, keep_dims=True), tl.sum(dbeta, tiles.LANES, keep_dims=True)
-        _store_line(rows + 2 * block.to(tl.int64) * C, dgamma, dbeta, c, C)
+        _store_line(gradients + 2 * block.to(tl.int64) * C, dgamma, dbeta, c, C)
 
 
 @triton.jit
@@ -244,7 +244,7 @@ def _store_pooled(
 
 
 @triton.jit
-def _store_features(rows, statistics, partials, w_B, w_F, C, eps):
+def _store_features(gradients, statistics, partials, w_B, w_F, C, eps):
     """What all columns give, of sums over all positions."""
     for start in range(0, C, 256):
         c = start + tl.arange(0, 256)[None, None, None, :]
@@ -252,8 +252,8 @@ def _store_features(rows, statistics, partials, w_B, w_F, C, eps):
         total = tl.load(partials + c, mask=c < C, other=0.0)
         dot_B = tl.load(partials + C + c, mask=c < C, other=0.0)
         dot_F = tl.load(partials + 2 * C + c, mask=c < C, other=0.0)
-        tl.store(rows + c, _dgamma(dot_B, dot_F, w_B * r_B, w_F), mask=c < C)
-        tl.store(rows + C + c, total, mask=c < C)
+        tl.store(gradients + c, _dgamma(dot_B, dot_F, w_B * r_B, w_F), mask=c < C)
+        tl.store(gradients + C + c, total, mask=c < C)
 
 
 @triton.jit
@@ -283,7 +283,7 @@ def _shared_offset(p, c, C, ACROSS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "P", "C", "run", "splits", "parts"])
 def sweep(
-    x, dy, dx, hidden, gamma, statistics, partials, sums, rows, inverse_m, counts, N, P, C, run, splits, parts,
+    x, dy, dx, hidden, gamma, statistics, partials, sums, gradients, inverse_m, counts, N, P, C, run, splits, parts,
     mix_eps, scale, eps,
     TILE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ACROSS: tl.constexpr, SIDE: tl.constexpr,
     LONG: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
@@ -295,14 +295,15 @@ def sweep(
 
     ``partials`` are three sums of each column, ``[3, splits, P, C]``, or ``[3, splits, C, P]`` where positions lie side
     by side, or ``POOLED`` ``[3, programs, C]``, of which the second sweep alone reads ``parts``; ``sums`` is what the
-    second sweep needs of each row, or nothing if it finds that itself; ``rows`` is what each block of positions gives
-    to the gradients of gamma and beta, ``[blocks, 2, C]``, or ``POOLED`` what all give, ``[2, C]``.
+    second sweep needs of each row, or nothing if it finds that itself; ``gradients`` are those of gamma and beta that
+    each block of positions gives, ``[blocks, 2, C]``, or ``POOLED`` all give, ``[2, C]``.
 
     ``SHARED`` with other ranks, ``partials`` are for each split what the loss says of batch means and variances,
-    ``[P, 2, C]``, then ``rows`` of the first sweep; of the former the second sweep reads the sum over splits and ranks.
+    ``[P, 2, C]``, then ``gradients`` of the first sweep; of the former the second one reads the sum over splits and
+    ranks.
 
-    In several ``LAPS``, the first sweep leaves shares of ``sums``; ``rows`` is what each block gives of each lap, see
-    ``sharing.store_sums``.
+    In several ``LAPS``, the first sweep leaves shares of ``sums``; ``gradients`` are those of each lap of each block,
+    see ``sharing.store_sums``.
     """
     if DIFFERENTIATE or EARLY:
         tiles.begin_next(CHAINED)
@@ -400,11 +401,11 @@ def sweep(
             if first_of_all == 0:
                 if not POOLED or LAPS == 1:
                     _store_parameters(
-                        rows, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C, positions,
+                        gradients, block, _dgamma(dot_B, dot_F, s_B, w_F), total, p, c, P, C, positions,
                         BP, ACROSS, POOLED, LAPS, TOUCHED,
                     )  # fmt: skip
                 else:
-                    _store_features(rows, statistics, partials, w_B, w_F, features, eps)
+                    _store_features(gradients, statistics, partials, w_B, w_F, features, eps)
             flat_B, along_B = _batch_averages(total, dot_B, r_B, w_B, g, count)
         _differentiate(
             x, dy, dx, hidden, g, statistics, sums, mean_B, s_B, flat_B, along_B, w_F, p, row, positions, first,

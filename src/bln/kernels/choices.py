@@ -136,7 +136,7 @@ def _side_by_side(given: Given, backward: bool) -> Launch:
         stages = 6
     elif light and number > 1 and given.values > 2**23:
         stages = 5
-    stages = 1 if given.masked else fitting(stages, 2 * _bytes(given, backward) * prod(tile), given.shared)
+    stages = 1 if given.masked else fitting(stages, _bytes(given, backward) * prod(tile), given.shared, programs=2)
     return swept(given, tile, side=side, warps=warps, splits=splits, stages=stages, laps=number)
 
 
@@ -268,7 +268,7 @@ def _inferred_in_laps(given: Given) -> Launch:
     side = gcd(number * p, 4)
     tile, warps = arrange_across(c // number, 2 if c // number <= LAP else 1, positions, side)
     splits = max(1, 2 * given.processors // blocks_of(p, positions, number)[0])
-    stages = 1 if given.masked else fitting(3 if itemsize == 4 else 5, 2 * itemsize * prod(tile), given.shared)
+    stages = 1 if given.masked else fitting(3 if itemsize == 4 else 5, itemsize * prod(tile), given.shared, programs=2)
     chosen = swept(given, tile, side=side, warps=warps, splits=splits, stages=stages, laps=number)
     return replace(chosen, turned=True)
 
@@ -288,7 +288,7 @@ def _inferred_across(given: Given) -> Launch:
     side, positions = gcd(p, side), min(positions, power_of_two(p))  # (256, 16, 256) takes 2.0 with 16, 18 with 32
     most = 1 if features * positions >= 8192 else 3 if itemsize == 2 else 2
     tile, warps = arrange_across(c, 1 if turned else 2, positions, side)
-    stages = fitting(3, most * itemsize * prod(tile), given.shared) if turned and not given.masked else 1
+    stages = fitting(3, itemsize * prod(tile), given.shared, most) if turned and not given.masked else 1
     samples, blocks = rows_of(tile, True), cdiv(p, positions)
     splits = max(1, most * given.processors // blocks) if turned else _apart(given, samples, blocks, 16 // warps)
     return _inferred(given, tile, side, warps, (samples, positions), splits, turned=turned, stages=stages)
@@ -368,4 +368,4 @@ def shares(given: Given) -> Launch:
     chosen = swept(given, tile, side=4, warps=1, splits=splits, laps=number)
     # Stages are the same for any n: which threads have what, and in which order they add, follows from them.
     # (32, 196, 512) takes 2.9 with four, 3.7 with three, in bfloat16.
-    return replace(chosen, stages=fitting(4 if itemsize == 2 else 3, 8 * itemsize * prod(tile), given.shared))
+    return replace(chosen, stages=fitting(4 if itemsize == 2 else 3, itemsize * prod(tile), given.shared, programs=8))

@@ -248,9 +248,16 @@ def rows_of(tile: tuple[int, int, int, int], across: bool) -> int:
     return tile[0] * (1 if across else tile[1])
 
 
-def fitting(stages: int, size: int, shared: int) -> int:
-    """So many stages, or as many as there is memory for: tiles loaded ahead are kept there, and sums take some, too."""
-    return max(1, min(stages, 1 + shared * 3 // 4 // size))
+def fitting(stages: int, size: int, shared: int, programs: int = 1) -> int:
+    """So many stages, or as many as there is memory for: tiles loaded ahead are kept there, and sums take some, too.
+
+    Args:
+        stages: Those wanted.
+        size: Bytes of a tile.
+        shared: Bytes there are.
+        programs: That are to share them on a multiprocessor.
+    """
+    return max(1, min(stages, 1 + shared * 3 // 4 // (size * programs)))
 
 
 def known(c: int, tile: tuple[int, int, int, int], across: bool) -> int:

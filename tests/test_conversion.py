@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import bln
 from bln import BatchLayerNorm
@@ -116,6 +117,23 @@ def test_an_average_of_many_mini_batches_is_not_lost_to_the_next_one():
     new = bln.convert(nn.BatchNorm1d(6, momentum=None)).train()  # and one that has seen nothing
     new(x)
     torch.testing.assert_close(new.population.batch_mean, x.mean(0))
+
+
+def test_statistics_that_an_instance_norm_never_moves_stay():
+    """Without a momentum, torch takes 0 there, and counts no mini-batch."""
+    norm = nn.InstanceNorm1d(3, track_running_stats=True, momentum=None)
+    norm.running_mean.fill_(5)
+    layer = bln.convert(copy.deepcopy(norm)).train()
+    layer(torch.randn(4, 3, 6))
+    torch.testing.assert_close(layer.population.batch_mean, norm.running_mean)
+
+
+def test_a_norm_whose_weight_is_computed_is_left():
+    norm = prune.random_unstructured(nn.BatchNorm1d(6), "weight", 0.5)
+    with pytest.warns(UserWarning, match="left as it is, its weight or bias is computed, as by pruning"):
+        assert bln.convert(norm) is norm
+    prune.remove(norm, "weight")
+    assert isinstance(bln.convert(norm), BatchLayerNorm)
 
 
 def test_hooks_that_stay_behind_are_named():

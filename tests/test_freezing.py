@@ -156,6 +156,14 @@ class TestFolding:
         _, report = frozen(nn.Sequential(layer, nn.Tanh()), *short)
         assert "0" in report.kept
 
+    @pytest.mark.parametrize("example", [False, True])
+    def test_inside_of_a_compiled_model(self, example):
+        net = trained(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), BatchLayerNorm(8), nn.Linear(8, 2)), 16, 4)
+        compiled, report = frozen(torch.compile(net, backend="eager"), 16, 4, example=example)
+        assert report.folded == {"2": "into 3"}
+        assert compiled._orig_mod is net
+        assert not bln.layers(net)
+
     def test_positions_differ_so_only_a_flatten_folds(self):
         net = nn.Sequential(nn.Conv1d(3, 4, 3), BatchLayerNorm(4), nn.Conv1d(4, 2, 3))
         _, report = frozen(trained(net, 6, 3, 9), 6, 3, 9)

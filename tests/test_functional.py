@@ -303,6 +303,10 @@ class TestBadInput:
         with pytest.raises(error, match=message):
             batch_layer_norm(torch.ones(3, 4), **arguments)
 
+    def test_integers_of_numpy_are_integers(self):
+        x = torch.randn(3, 4)
+        assert torch.equal(batch_layer_norm(x, channel_dim=np.int64(1)), batch_layer_norm(x, channel_dim=1))
+
     def test_a_tracer_that_looks_inside_is_told_the_way_out(self):
         with pytest.raises(TypeError, match=r"got Proxy; torch.fx wants a Tracer whose is_leaf_module"):
             torch.fx.symbolic_trace(BatchLayerNorm(4))

@@ -157,9 +157,10 @@ class TestBadInput:
         with pytest.raises(TypeError, match=r"a module type such as nn\.Tanh, or a tuple of some, got \(Tanh\(\),\)"):
             bln.insert(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4), after=nn.Tanh())
 
-    def test_a_dimension_that_is_not_there(self):
-        with pytest.raises(ValueError, match=r"channel_dim=5 is none of the dimensions of .*, whose shape is \(4, 6\)"):
-            bln.insert(nn.Sequential(nn.Linear(3, 6), nn.Tanh()), torch.randn(4, 3), channel_dim=5)
+    @pytest.mark.parametrize("dim", [5, 0, -2, "1"])
+    def test_a_dimension_that_has_no_features(self, dim):
+        with pytest.raises(ValueError, match=rf"whose shape is \(4, 6\), but not that of samples.*; got {dim!r}"):
+            bln.insert(nn.Sequential(nn.Linear(3, 6), nn.Tanh()), torch.randn(4, 3), channel_dim=dim)
 
     def test_nothing_to_stand_behind(self):
         with pytest.raises(ValueError, match=r"Linear has none of the nonlinearities Tanh.*pass after="):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .layer import BatchLayerNorm
+from .model import HOOKS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -33,8 +33,9 @@ def convert(
     The function is kept where BLN can express it, so a pretrained net gives the same outputs in ``eval()`` up to
     rounding: a BatchNorm hands over its running statistics and starts at ``1/m = 0``, a LayerNorm at ``1/m = 1``, both
     with ``mix_eps=0``, so that the other half has no weight. Training then moves ``1/m`` to the truth. Parameters are
-    the same objects as before, so an optimizer keeps working. Samples must come first, as ever with BLN: build
-    transformers with ``batch_first=True``.
+    the same objects as before, so an optimizer keeps working. Where ``momentum`` is ``None``, each mini-batch that a
+    BatchNorm has seen counts as one of 32 samples, since it does not say how many there were. Samples must come first,
+    as ever with BLN: build transformers with ``batch_first=True``.
 
     GroupNorm and InstanceNorm (without running statistics) normalize each sample over positions, which BLN does
     not: they are replaced too, but their function changes until the net is trained. A warning names those, the layers
@@ -73,7 +74,9 @@ def convert(
         name, kind = path or "the model", type(module)
         if isinstance(module, BatchLayerNorm):
             continue
-        if kind in _BATCH_NORMS:
+        if kind in _NORMS and not all(p is None or isinstance(p, nn.Parameter) for p in (module.weight, module.bias)):
+            notes.append(f"{name}: left as it is, its weight or bias is computed, as by pruning; make that permanent")
+        elif kind in _BATCH_NORMS:
             replacements[module] = _from_batch_norm(module, like, per_position)
             if kind is nn.SyncBatchNorm:
                 replacements[module].process_group = module.process_group or "world"
@@ -91,7 +94,7 @@ def convert(
             notes.append(f"{name}: left as it is, {module} spans more than the last axis")
         elif isinstance(module, _NORMS) or re.search(r"Norm(\dd)?$", kind.__name__):
             notes.append(f"{name}: left as it is, there is no rule for {kind.__name__}")
-        if module in replacements and any(getattr(module, hooks) for hooks in _HOOKS):
+        if module in replacements and any(getattr(module, hooks) for hooks in HOOKS):
             notes.append(f"{name}: its hooks stay with the {kind.__name__} that was there; register them anew")
     if any(type(module) is nn.LayerNorm for module in replacements):
         notes += _samples_second(model)
@@ -141,18 +144,19 @@ def _from_batch_norm(norm: Any, like: Tensor, per_position: bool) -> BatchLayerN
     The next mini-batch weighs ``momentum`` against them, as it did before: nothing if that is 0. If it is ``None``,
     they are the average of so many mini-batches, whose sizes nobody wrote down: they are taken to be of 32 samples.
     """
-    layer = _like(norm, like, norm.num_features, per_position=per_position, momentum=norm.momentum)
-    population, momentum = layer.population, max(norm.momentum or 0.0, 2**-50)
-    population.mark_seen(["inverse_m"], math.ceil(1 / momentum) if norm.momentum else 1)
+    momentum = norm.momentum
+    if isinstance(norm, _INSTANCE_NORMS):
+        momentum = momentum or 0.0  # as torch takes None there
+    layer = _like(norm, like, norm.num_features, per_position=per_position, momentum=momentum)
+    forgotten = math.ceil(1 / max(momentum or 0.0, 2**-50))  # after so many mini-batches
+    layer.population.mark_seen(["inverse_m"], forgotten if momentum else 1)
     if norm.running_mean is None:
         layer.config = "FFFF"
         return layer
-    population.batch_mean.copy_(norm.running_mean)
-    population.batch_var.copy_(norm.running_var)
-    if norm.momentum is None:
-        population.mark_seen(["batch_mean", "batch_var"], norm.num_batches_tracked, 32)
-    else:
-        population.mark_seen(["batch_mean", "batch_var"], math.ceil(1 / momentum))
+    layer.population.batch_mean.copy_(norm.running_mean)
+    layer.population.batch_var.copy_(norm.running_var)
+    updates, m = (norm.num_batches_tracked, 32) if momentum is None else (forgotten, 1)
+    layer.population.mark_seen(["batch_mean", "batch_var"], updates, m)
     return layer
 
 

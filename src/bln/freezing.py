@@ -19,13 +19,12 @@ from . import formula
 from .affine import Affine
 from .insertion import Tracer
 from .layer import BatchLayerNorm
-from .model import required_layers
+from .model import HOOKS, required_layers, unwrapped
 from .population import STATISTICS
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NOTHING_IN_EVAL = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def freeze(
     that is called by itself may no longer give what it did.
 
     Args:
-        model: A trained model with BLN layers. If it is itself one, use what is returned.
+        model: A trained model with BLN layers, compiled or wrapped or not. If it is itself one, use what is returned.
         example: An input, a tuple of inputs or a dict of arguments. It runs through the model before and
             after, without gradients, and shows what cannot be known otherwise: the rank of inputs, and what is called
             by a model that ``torch.fx`` cannot trace as a whole. Calls with other optional arguments are
@@ -98,8 +97,7 @@ def freeze(
         bln.freeze: 1 folded away, 0 kept as one multiply-add, 0 left as they are
           folded  2  into 3
     """
-    found = required_layers(model)
-    model.eval()
+    found, wrapper, model = required_layers(model), model.eval(), unwrapped(model)
     calls, before = (None, None) if example is None else _watch(model, example)
     done = FreezeReport()
     replacements: dict[nn.Module, nn.Module] = {}
@@ -123,14 +121,15 @@ def freeze(
         for name, child in parent._modules.items():
             if child in replacements:
                 setattr(parent, name, replacements[child])
-    model = replacements.get(model, model).eval()
+    frozen = replacements.get(model, model).eval()
 
     if not replacements:
         reasons = "".join(f"\n  {name or 'the model'}: {why}" for name, why in done.left.items())
         warnings.warn(f"bln.freeze: every layer is left as it is:{reasons}", stacklevel=2)
     if before is not None:
-        done = FreezeReport(done.folded, done.kept, done.left, _difference(before, _call(model, example)))
-    return (model, done) if report else model
+        done = FreezeReport(done.folded, done.kept, done.left, _difference(before, _call(frozen, example)))
+    frozen = wrapper if frozen is model else frozen
+    return (frozen, done) if report else frozen
 
 
 # ---- the map
@@ -361,7 +360,7 @@ def _changes_in_place(start: fx.Node, end: fx.Node) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    return any(getattr(module, hooks) for hooks in HOOKS)
 
 
 def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
@@ -519,7 +518,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     """No hooks, and attributes put back: whatever keeps a tensor would keep the tracer's stand-in for it."""
     before = [(part, dict(vars(part))) for part in module.modules()]
     for part, _ in before:
-        vars(part).update({hooks: OrderedDict() for hooks in _HOOKS})
+        vars(part).update({hooks: OrderedDict() for hooks in HOOKS})
     try:
         yield
     finally:

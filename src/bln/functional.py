@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from operator import index
 from types import ModuleType
-from typing import Literal, overload
+from typing import Literal, SupportsIndex, overload
 
 import torch
 from torch import Tensor, fx
@@ -87,9 +88,9 @@ def batch_layer_norm(
         ``y``, of ``x``'s shape and type. Statistics are computed in float32 (float64 if anything given is).
     """
     check_eps(eps, mix_eps)
-    if not isinstance(channel_dim, int):
+    if not isinstance(channel_dim, SupportsIndex):
         raise TypeError(f"channel_dim must be an integer, 1 or -1 for features last, got {channel_dim!r}")
-    channel_dim = check(x, mask, channel_dim)
+    channel_dim = check(x, mask, index(channel_dim))
     config = StatisticsConfig.parse(config)
     for name, parameter in (("weight", weight), ("bias", bias)):
         if not (parameter is None or isinstance(parameter, Tensor)):

@@ -99,9 +99,10 @@ def insert(
         _refuse_in_place(node)
         shape = node.meta["tensor_meta"].shape
         dim = _find_channel_dim(traced, node) if channel_dim is None else channel_dim
-        if not -len(shape) < dim < len(shape):
+        if not (isinstance(dim, int) and -len(shape) < dim < len(shape) and dim != 0):
             raise ValueError(
-                f"channel_dim={dim} is none of the dimensions of {node.name}, whose shape is {tuple(shape)}"
+                f"channel_dim must be a dimension of {node.name}, whose shape is {tuple(shape)}, but not that of "
+                f"samples: 1, or -1 for features last; got {dim!r}"
             )
         layer = BatchLayerNorm(shape[dim], channel_dim=dim, **{"device": like.device, "dtype": like.dtype, **kwargs})
         name = _unused_name(traced, f"{node.name}_bln")

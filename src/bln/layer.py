@@ -98,7 +98,7 @@ class BatchLayerNorm(nn.Module):
             raise ValueError(
                 f"channel_dim must be 1, or -1 for features last, got {channel_dim!r}; 0 is that of samples"
             )
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
         functional.check_eps(eps, mix_eps)
         if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):

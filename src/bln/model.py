@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Step = Callable[[nn.Module, Any], Any]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
@@ -133,7 +134,7 @@ def calibrate_on(
     momenta, groups = [layer.momentum for layer in unique], [layer.process_group for layer in unique]
     step = step or run
     try:
-        with preserved(model), torch.no_grad():
+        with preserved(model), uncompiled(), torch.no_grad():
             model.eval()
             for layer in unique:
                 layer.train()
@@ -198,7 +199,7 @@ def _no_torch_module(model: Any) -> TypeError:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of ``DistributedDataParallel``, whose forward would wait for the other ranks, and of
-    ``torch.compile``, which would make a graph for each configuration.
+    ``torch.compile``.
     """
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -207,6 +208,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run whatever is compiled, a whole model or parts of it, as it was written: the compiler would make a graph for
+    each mode and configuration.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is, and that takes a second to import
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def run(model: nn.Module, batch: Any) -> Any:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,16 +153,32 @@ def test_no_batches():
     assert_same(before, state(model))
 
 
-def test_a_compiled_model_is_searched_as_the_plain_one():
+def compiled_in_place(model):
+    model.compile(fullgraph=True, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: torch.compile(model, fullgraph=True, backend="eager"),
+        lambda model: nn.Sequential(torch.compile(model, fullgraph=True, backend="eager")),
+        compiled_in_place,
+    ],
+    ids=["whole", "part", "in place"],
+)
+def test_a_compiled_model_is_searched_as_the_plain_one(wrap):
     """Not as compiled: each configuration would be a graph of its own, and of a whole graph there may be eight."""
     model = trained(dense(), TRAIN)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
     options = {"loss": F.cross_entropy, "per_layer": True, "calibrate": [x for x, _ in TRAIN]}
-    expected, result = bln.search(model, BATCHES, **options), bln.search(compiled, BATCHES, **options)
-    assert [(row.config, row.loss) for row in result] == [(row.config, row.loss) for row in expected]
-    for target in (model, compiled):
-        result.apply(target)
-        assert {name: layer.config for name, layer in bln.layers(model).items()} == result.best.config
+    expected, compiled = bln.search(model, BATCHES, **options), wrap(copy.deepcopy(model))
+    result = bln.search(compiled, BATCHES, **options)
+    assert [row.loss for row in result] == [row.loss for row in expected]
+    result.apply(compiled)
+    found = [str(layer.config) for layer in bln.layers(compiled).values()]
+    assert found == [str(config) for config in result.best.config.values()]
+    if list(bln.layers(compiled)) == list(bln.layers(model)):
+        result.apply(model)
 
 
 def test_a_model_without_layers():
@@ -263,6 +280,7 @@ def test_options_that_do_not_go_together():
         ({"per_layer": True, "sampler": "tpe", "trials": 0}, "trials must be an integer of at least 1, got 0"),
         ({"per_layer": True, "sampler": "tpe", "trials": 2.5}, "trials must be an integer of at least 1, got 2.5"),
         ({"per_layer": True, "sampler": "tpe", "storage": "here"}, "storage must be a URL .*; got 'here'"),
+        ({"per_layer": True, "sampler": "tpe", "storage": Path("x.db")}, "storage must be a URL .*; got PosixPath"),
         ({"per_layer": True, "sampler": "best"}, "'tpe', 'random', 'grid' or an Optuna sampler, got 'best'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 from torch import nn
@@ -110,7 +111,7 @@ def search(
     ranks = Ranks(process_group, model)
     progress = progress and ranks.rank == 0
 
-    with ranks.guard(), _as_found(model, list(found.values())):
+    with ranks.guard(), models.uncompiled(), _as_found(model, list(found.values())):
         model.eval()
         as_found = [layer.population.snapshot() for layer in found.values()]
         calibrated = None
@@ -236,7 +237,7 @@ def _check(per_layer: bool, sampler: Any, storage: Any, trials: int | None) -> N
         raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
     if sampler is None and (storage is not None or trials is not None):
         raise ValueError("storage= and trials= are Optuna's; pass sampler='tpe' and per_layer=True with them")
-    if trials is not None and not (isinstance(trials, int) and trials >= 1):
+    if trials is not None and not (isinstance(trials, SupportsIndex) and index(trials) >= 1):
         raise ValueError(f"trials must be an integer of at least 1, got {trials!r}")
 
 

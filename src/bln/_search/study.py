@@ -88,19 +88,23 @@ def _quiet(optuna: Any) -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
+def _no_storage(given: Any) -> ValueError:
+    return ValueError(f"storage must be a URL such as 'sqlite:///study.db', or an Optuna storage; got {given!r}")
+
+
 @contextmanager
 def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
     """The storage behind a URL, let go of afterwards."""
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+    if not (storage is None or isinstance(storage, str | optuna.storages.BaseStorage)):
+        raise _no_storage(storage)
     for wait in (0.1, 0.5, 2.0, None):
         try:
             opened = optuna.storages.get_storage(storage)
             break
         except ArgumentError as error:
-            raise ValueError(
-                f"storage must be a URL such as 'sqlite:///study.db', or an Optuna storage; got {storage!r}"
-            ) from error
+            raise _no_storage(storage) from error
         except SQLAlchemyError:  # two processes that create its tables at once: one of them finds them half made
             if wait is None:
                 raise

@@ -30,7 +30,8 @@ class Score:
 
 
 def accuracy(outputs: Any, targets: Any) -> Tensor:
-    """The share of samples whose largest output is the target's; of a single output, whose sign is.
+    """The share of samples whose largest output is the target's; of a single output, whose sign is, targets being 0
+    and 1, which is checked on a CPU.
 
     >>> accuracy(torch.tensor([[0.1, 2.0], [3.0, 1.0]]), torch.tensor([1, 1]))
     tensor(0.5000)

@@ -26,6 +26,7 @@ class Case:
     eps: float
     mix_eps: float
     dim_scale: bool
+    groups: int | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -33,8 +34,8 @@ class Case:
         return self.x.detach().double().movedim(self.channel_dim, -1).numpy()
 
     @property
-    def options(self) -> dict[str, float | bool]:
-        return {"eps": self.eps, "mix_eps": self.mix_eps, "dim_scale": self.dim_scale}
+    def options(self) -> dict[str, float | bool | int | None]:
+        return {"eps": self.eps, "mix_eps": self.mix_eps, "dim_scale": self.dim_scale, "groups": self.groups}
 
     @property
     def affine(self) -> tuple[np.ndarray | float, np.ndarray | float]:
@@ -50,7 +51,7 @@ class Case:
 
 
 @st.composite
-def cases(draw, dtypes=DTYPES, features=None, rank=None, masked=None):
+def cases(draw, dtypes=DTYPES, features=None, rank=None, masked=None, grouped=None):
     """A case with fresh numbers: shapes from 1 on, deviations and means over some orders of magnitude."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     n, d = draw(st.integers(1, 7)), features or draw(st.integers(1, 9))
@@ -85,6 +86,9 @@ def cases(draw, dtypes=DTYPES, features=None, rank=None, masked=None):
         eps=draw(st.sampled_from([1e-4, 1e-3, 1e-5])),
         mix_eps=draw(st.sampled_from([1e-4, 0.0, 0.01])),
         dim_scale=draw(st.booleans()),
+        groups=draw(st.sampled_from([g for g in range(1, d + 1) if d % g == 0]))
+        if (draw(st.booleans()) if grouped is None else grouped)
+        else None,
     )
 
 
@@ -103,7 +107,7 @@ def _lay(x: torch.Tensor, layout: str, channel_dim: int) -> torch.Tensor:
 
 def remembered(layer):
     """What the layer remembers, for the oracle."""
-    population = oracle.Population((), layer.num_features)
+    population = oracle.Population((), layer.num_features, layer.groups)
     names = {"mean_B": "batch_mean", "var_B": "batch_var", "mean_F": "feature_mean", "var_F": "feature_var"}
     for name, ours in (*names.items(), ("inverse_m", "inverse_m")):
         setattr(population, name, getattr(layer.population, ours).double().numpy())

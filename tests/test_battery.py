@@ -20,6 +20,9 @@ SHAPES = {
 }
 OPTIONS = {
     "as published": {},
+    "grouped": {"groups": 3},
+    "one group": {"groups": 1},
+    "grouped, per position": {"groups": 2, "per_position": True},
     "pooled": {"per_position": False},
     "pooled and unscaled": {"per_position": False, "dim_scale": False},
     "plain average": {"momentum": None},
@@ -27,7 +30,7 @@ OPTIONS = {
     "no parameters": {"affine": False},
     "published code's eps": {"eps": 1e-3, "mix_eps": 1e-4},
 }
-FEATURES = 5
+FEATURES = 6
 
 
 def variant(shape, option):

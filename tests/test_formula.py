@@ -6,6 +6,7 @@ import torch
 
 import oracle
 from bln import Statistics, StatisticsConfig, formula
+from bln._spec import Spec
 
 
 @pytest.mark.parametrize("dim_scale", [True, False])
@@ -15,8 +16,29 @@ def test_transform_is_eqs_14_to_17(rng, asarray, dim_scale):
     s = oracle.measure(x)
     statistics = Statistics(*map(asarray, (s.mean_B, s.var_B, s.mean_F, s.var_F, 1 / s.m)))
     options = {"eps": 1e-3, "mix_eps": 1e-4, "dim_scale": dim_scale}
-    y = formula.transform(asarray(x), statistics, asarray(gamma), asarray(beta), **options)
+    y = formula.transform(asarray(x), statistics, asarray(gamma), asarray(beta), spec=Spec(**options))
     np.testing.assert_allclose(np.asarray(y), oracle.train(x, gamma, beta, **options), atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+@pytest.mark.parametrize(("xp", "asarray"), [(np, np.asarray), (torch, torch.as_tensor)])
+def test_the_coefficient_form_and_its_derivative_are_those_of_the_equations(rng, xp, asarray, groups):
+    x, dy, gamma, beta = rng.normal(size=(4, 5, 6)), rng.normal(size=(4, 5, 6)), rng.normal(size=6), rng.normal(size=6)
+    options = {"eps": 1e-3, "mix_eps": 1e-4, "dim_scale": True, "per_position": False, "groups": groups}
+    spec = Spec(**options)
+    moments = formula.Moments(*map(asarray, (x.mean(1), x.var(1), np.full((4, 1), 5.0))))
+    s = Statistics(
+        *formula.batch_statistics(xp, moments), *formula.feature_statistics(xp, moments, groups), asarray(np.array(0.25))
+    )
+    a, b = formula.coefficients(xp, s, asarray(gamma), asarray(beta), 6, spec)
+    y = np.asarray(a)[:, None] * x + np.asarray(b)[:, None]
+    np.testing.assert_allclose(y, oracle.train(x, gamma, beta, **options), atol=1e-12)
+
+    sums, dots = asarray(dy.sum(1)), asarray((dy * (x - x.mean(1, keepdims=True))).sum(1))
+    c1, c0, d_gamma, d_beta = formula.gradients(xp, s, moments, sums, dots, asarray(gamma), spec)
+    dx = np.asarray(a)[:, None] * dy + np.asarray(c1)[:, None] * x + np.asarray(c0)[:, None]
+    for ours, theirs in zip((dx, d_gamma, d_beta), oracle.train_backward(x, dy, gamma, **options), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-12)
 
 
 def test_weights_lean_on_features_as_the_mini_batch_shrinks():
@@ -34,8 +56,8 @@ def test_bessel_is_one_for_a_single_sample():
     assert formula.bessel(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("asarray", [np.asarray, torch.as_tensor])
-def test_parts_are_combined_without_cancellation(rng, asarray):
+@pytest.mark.parametrize(("xp", "asarray"), [(np, np.asarray), (torch, torch.as_tensor)])
+def test_parts_are_combined_without_cancellation(rng, xp, asarray):
     """A large mean, and parts without entries."""
     sizes = [3, 0, 1, 7]
     x = rng.normal(size=(sum(sizes), 4)) + 1e8
@@ -43,11 +65,11 @@ def test_parts_are_combined_without_cancellation(rng, asarray):
     means = [part.mean(0) if len(part) else np.zeros(4) for part in parts]
     squares = [((part - mean) ** 2).sum(0) for part, mean in zip(parts, means, strict=True)]
     counts = np.array(sizes, float)[:, None]
-    mean, var = formula.combine(*(asarray(np.array(value)) for value in (counts, means, squares)))
+    mean, var = formula.combine(xp, *(asarray(np.array(value)) for value in (counts, means, squares)))
     np.testing.assert_allclose(np.asarray(mean), x.mean(0), rtol=1e-15)
     np.testing.assert_allclose(np.asarray(var), x.var(0), rtol=1e-6)  # the means round to 1e-8 of a deviation
     nothing = asarray(np.zeros((2, 1)))
-    assert [float(value[0]) for value in formula.combine(nothing, nothing, nothing)] == [0, 0]
+    assert [float(value[0]) for value in formula.combine(xp, nothing, nothing, nothing)] == [0, 0]
 
 
 def test_configurations_read_as_they_are_written():

@@ -23,7 +23,7 @@ def call(case: Case, x=None, **kwargs):
 
 
 def current(case: Case):
-    s = oracle.measure(case.rows, case.numpy_mask, case.per_position)
+    s = oracle.measure(case.rows, case.numpy_mask, case.per_position, case.groups)
     return s, (s.var_B, s.var_F, 1 / np.maximum(s.m, 1))
 
 
@@ -42,6 +42,8 @@ def test_training_forward_is_algorithm_1(case):
 
     real = slice(None) if case.mask is None else case.numpy_mask
     size = np.abs(case.rows[real]).max()
+    if case.groups is not None and case.mask is not None:
+        real = case.numpy_mask.reshape(len(case.rows), -1).any(1)
     unit = tolerance.ROUNDINGS * tolerance.epsilon(case.x.dtype)
     tolerance.close(statistics.batch_mean, s.mean_B, unit * size, "batch mean")
     tolerance.close(statistics.batch_var, s.var_B, unit * (size**2 + case.eps), "batch variance")
@@ -75,7 +77,7 @@ def test_training_backward_is_the_chain_rule(case):
 
 def random_population(case: Case):
     shape = case.rows.shape[1:-1] if case.per_position else ()
-    population = oracle.Population(shape, case.rows.shape[-1])
+    population = oracle.Population(shape, case.rows.shape[-1], case.groups)
     rng = np.random.default_rng(torch.randint(2**31, ()).item())
     for name in ("mean_B", "mean_F"):
         setattr(population, name, rng.normal(size=getattr(population, name).shape).astype(np.float32).astype(float))
@@ -93,8 +95,9 @@ def random_population(case: Case):
 def test_inference_is_algorithm_2_in_every_configuration(case, config):
     population, statistics = random_population(case)
     y, used = call(case, population=statistics, config=config, return_statistics=True)
+    options = {name: value for name, value in case.options.items() if name != "groups"}  # the population knows them
     expected = population.infer(
-        case.rows, str(config), *case.affine, mask=case.numpy_mask, per_position=case.per_position, **case.options
+        case.rows, str(config), *case.affine, mask=case.numpy_mask, per_position=case.per_position, **options
     )
     # A population mean may be larger than the input: it is subtracted, so it counts among the inputs' sizes.
     values = np.append(case.rows.ravel(), [population.mean_B.max(), population.mean_F.max()])
@@ -107,20 +110,23 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config):
 @pytest.mark.parametrize("config", [None, *map(str, StatisticsConfig.all())])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("per_position", [True, False])
-def test_gradcheck_and_gradgradcheck(config, masked, per_position):
+@pytest.mark.parametrize("groups", [None, 2])
+def test_gradcheck_and_gradgradcheck(config, masked, per_position, groups):
     x = torch.randn(3, 4, 2, dtype=F64, requires_grad=True)
     weight, bias = (torch.randn(4, dtype=F64, requires_grad=True) for _ in range(2))
     mask = torch.tensor([[True, True], [True, False], [True, True]]) if masked else None
     shape = (2,) if per_position else ()
+    feature = shape if groups is None else (groups,)
     population = config and Statistics(
         torch.randn(*shape, 4, dtype=F64), torch.rand(*shape, 4, dtype=F64) + 0.1,
-        torch.randn(shape, dtype=F64), torch.rand(shape, dtype=F64) + 0.1, torch.rand(shape, dtype=F64),
+        torch.randn(feature, dtype=F64), torch.rand(feature, dtype=F64) + 0.1, torch.rand(shape, dtype=F64),
     )  # fmt: skip
 
     def function(x, weight, bias):
         return batch_layer_norm(
-            x, weight, bias, per_position=per_position, mask=mask, population=population, config=config or "TTFF"
-        )
+            x, weight, bias, groups=groups, per_position=per_position, mask=mask, population=population,
+            config=config or "TTFF",
+        )  # fmt: skip
 
     assert torch.autograd.gradcheck(function, (x, weight, bias))
     assert torch.autograd.gradgradcheck(function, (x, weight, bias))

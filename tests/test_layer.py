@@ -38,18 +38,18 @@ def assert_population(layer, expected, bound=1e-12):
 
 
 class TestPopulation:
-    @given(st.data(), st.sampled_from([None, 0.1, 0.7, 0.0, 1.0]), st.booleans())
-    def test_statistics_are_those_of_the_oracle(self, data, momentum, per_position):
+    @given(st.data(), st.sampled_from([None, 0.1, 0.7, 0.0, 1.0]), st.booleans(), st.sampled_from([None, 1, 2]))
+    def test_statistics_are_those_of_the_oracle(self, data, momentum, per_position, groups):
         """Mini-batches of different sizes, masks and lengths, one after another, then all 16 configurations."""
-        d, rank = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 1))
+        d, rank = data.draw(st.integers(1, 5)) * (groups or 1), data.draw(st.integers(0, 1))
         drawn = [data.draw(cases(dtypes=(torch.float64,), features=d, rank=rank)) for _ in range(4)]
         inputs = [(case.rows, case.numpy_mask) for case in drawn]
         positions = tuple(np.max([rows.shape[1:-1] for rows, _ in inputs], axis=0).astype(int))
         layer = BatchLayerNorm(
-            d, channel_dim=-1, momentum=momentum, per_position=per_position,
-            position_shape=positions if per_position else None, dtype=torch.float64,
+            d, groups=groups, channel_dim=-1, momentum=momentum, per_position=per_position, mix_eps=1e-4,
+            dim_scale=True, position_shape=positions if per_position else None, dtype=torch.float64,
         )  # fmt: skip
-        expected = oracle.Population(positions if per_position else (), d)
+        expected = oracle.Population(positions if per_position else (), d, groups)
         for rows, mask in inputs:
             layer(torch.tensor(rows), None if mask is None else torch.tensor(mask))
             short = rows if mask is None else np.where(mask[..., None], rows, 0)
@@ -192,15 +192,17 @@ class _Window(oracle.Population):
     def __init__(self, population, positions):
         index = (*(slice(size) for size in positions), ...)
         for name, value in vars(population).items():
-            setattr(self, name, value[index])
+            grouped = name.startswith("group") or (population.groups is not None and name in ("mean_F", "var_F"))
+            setattr(self, name, value if grouped else value[index])
 
 
 class TestInference:
     @pytest.mark.parametrize("config", CONFIGS)
     @pytest.mark.parametrize("per_position", [True, False])
+    @pytest.mark.parametrize("groups", [None, 2])
     @pytest.mark.parametrize("m", [1, 2, 25])
-    def test_any_batch_size_after_any_training_batch_size(self, config, per_position, m):
-        layer = BatchLayerNorm(6, per_position=per_position, config=config)
+    def test_any_batch_size_after_any_training_batch_size(self, config, per_position, groups, m):
+        layer = BatchLayerNorm(6, groups=groups, per_position=per_position, config=config)
         for _ in range(3):
             layer(torch.randn(m, 6, 4, 4))
         layer.eval()
@@ -211,12 +213,10 @@ class TestInference:
 
     @pytest.mark.parametrize("config", [c for c in CONFIGS if c.startswith("TT")])
     @pytest.mark.parametrize("shape", [(7,), (5, 3), (64, 7, 9), (1031,), (40001,), (3, 5, 2, 3)])
-    @pytest.mark.parametrize("per_position", [True, False])
+    @pytest.mark.parametrize("options", [{}, {"per_position": False}, {"groups": 1}], ids=str)
     @pytest.mark.parametrize("threads", [1, 2, 3])
-    def test_population_batch_statistics_make_a_sample_independent_bit_for_bit(
-        self, config, shape, per_position, threads
-    ):
-        layer = BatchLayerNorm(shape[0], config=config, per_position=per_position)
+    def test_population_batch_statistics_make_a_sample_independent_bit_for_bit(self, config, shape, options, threads):
+        layer = BatchLayerNorm(shape[0], config=config, **options)
         layer(torch.randn(4, *shape))
         layer.eval()
         x = torch.randn(6, *shape) + 3
@@ -225,8 +225,8 @@ class TestInference:
             together = layer(x)
             for some in ([0], [3], [5, 3], [0, 1, 2]):
                 assert torch.equal(layer(x[some]), together[some]), some
-            last = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
-            assert torch.equal(layer(last), together)
+            if x.dim() == 4 and layer.groups is None:  # over positions, sums follow the order in memory
+                assert torch.equal(layer(x.to(memory_format=torch.channels_last)), together)
         finally:
             torch.set_num_threads(1)
 
@@ -478,7 +478,7 @@ class TestBadInput:
             (torch.randn(4, 3), None, ValueError, r"positions \(\), but .* for positions \(6,\).*a layer of its own"),
             (torch.randn(4, 3, 7), None, ValueError, r"\(1\) position_shape=.*\(2\) per_position=False"),
             (torch.randn(4, 3, 6, 2), None, ValueError, r"positions \(6, 2\)"),
-            (torch.randn(0, 3, 6), None, ValueError, "empty"),
+            (torch.randn(4, 3, 0), None, ValueError, "empty"),
             (torch.ones(4, 3, 6, dtype=torch.int32), None, TypeError, "floating point"),
             (torch.ones(4, 3, 6, dtype=torch.cfloat), None, TypeError, "floating point"),
             (torch.ones(4, 3, 6).to(torch.float8_e4m3fn), None, TypeError, "16 bits or more, got torch.float8"),
@@ -551,6 +551,110 @@ def test_training_with_bln_learns():
         optimizer.step()
     bln.calibrate(net, [x], progress=False)
     assert ((net.eval()(x)[:, 0] > 0) == target.bool()).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("options", [{}, {"per_position": False}, {"groups": 3}], ids=str)
+def test_an_empty_batch_comes_out_empty_at_inference_and_is_refused_in_training(options):
+    layer = BatchLayerNorm(3, **options)
+    layer(torch.randn(4, 3, 6))
+    before = state(layer)
+    with pytest.raises(ValueError, match="cannot train on an empty input"):
+        layer(torch.randn(0, 3, 6))
+    layer.eval()
+    for config in CONFIGS:
+        layer.config = config
+        x = torch.randn(0, 3, 6, requires_grad=True)
+        y = layer(x, torch.ones(0, 6, dtype=torch.bool))
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+    layer.config = "TTFF"
+    assert_same_state(layer, before)
+
+
+def test_a_float64_layer_without_parameters_computes_in_float64():
+    x = torch.randn(6, 4, 5) + 300
+    layer = BatchLayerNorm(4, affine=False, dtype=torch.float64, momentum=None)
+    layer(x)
+    expected = x.double().var(0, correction=1).T
+    torch.testing.assert_close(layer.population.batch_var, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"per_position": False}, {"groups": 1}], ids=str)
+@pytest.mark.parametrize("features", [3, 16])
+def test_gradients_of_inputs_of_order_1e15_are_right(options, features):
+    """r ** 3 of a deviation r of 1e-15 is no normal float32: it must not be formed."""
+    layer = BatchLayerNorm(features, **options)
+    x = (torch.randn(8, features, 5, dtype=torch.float64) * 1e15).float()
+    dy = torch.randn(8, features, 5)
+    ours, = torch.autograd.grad(layer(leaf := x.clone().requires_grad_()), leaf, dy)
+    wide = x.double().requires_grad_()
+    theirs, = torch.autograd.grad(copy.deepcopy(layer).double()(wide), wide, dy.double())
+    torch.testing.assert_close(ours.double() * 1e15, theirs * 1e15, rtol=1e-4, atol=1e-5)
+
+
+class TestGroups:
+    """Exactly GroupNorm, InstanceNorm and BatchNorm at its ends."""
+
+    @pytest.mark.parametrize(
+        ("shape", "groups"), [((1, 6, 4, 5), 1), ((1, 6, 4, 5), 2), ((1, 6, 4, 5), 6), ((1, 6, 7), 3), ((1, 6), 2)]
+    )
+    def test_a_single_sample_is_group_norm(self, shape, groups):
+        ours = BatchLayerNorm(6, groups=groups)
+        theirs = torch.nn.GroupNorm(groups, 6, eps=ours.eps)
+        _same_function(ours, theirs, torch.randn(shape))
+        for config in ("TTFF", "FFFF"):  # remembered, 1/m = 1
+            ours.config = config
+            _same_function(ours.eval(), theirs, torch.randn(shape))
+            _same_function(ours.eval(), theirs, torch.randn(5, *shape[1:]))
+
+    def test_as_many_groups_as_features_are_instance_norm(self):
+        ours = BatchLayerNorm(6, groups=6)
+        _same_function(ours, torch.nn.InstanceNorm2d(6, eps=ours.eps, affine=True), torch.randn(1, 6, 4, 5))
+
+    @pytest.mark.parametrize("shape", [(8, 6, 4, 5), (8, 6, 7), (8, 6)])
+    @pytest.mark.parametrize("config", ["TTFF", "FFFF"])
+    def test_one_over_m_of_0_is_batch_norm(self, shape, config):
+        ours = BatchLayerNorm(6, groups=2, config=config).eval()
+        theirs = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d}[len(shape)](6, ours.eps)
+        theirs.train(config == "FFFF")
+        with torch.no_grad():
+            for buffer in (ours.population.batch_mean, ours.population.batch_var):
+                buffer.copy_(torch.rand(6) + 0.5)
+            theirs.running_mean.copy_(ours.population.batch_mean)
+            theirs.running_var.copy_(ours.population.batch_var)
+        ours.population.mark_seen(["inverse_m"], 1)
+        _same_function(ours, theirs, torch.randn(shape))
+
+    def test_with_groups_the_defaults_are_those_of_the_grouped_form(self):
+        layer = BatchLayerNorm(6, groups=3)
+        assert (layer.per_position, layer.mix_eps, layer.dim_scale) == (False, 0, False)
+        assert repr(layer) == "BatchLayerNorm(6, groups=3, config=TTFF)"
+        assert layer.population.feature_mean.shape == (3,)
+
+    @pytest.mark.parametrize(
+        ("groups", "message"),
+        [(4, "groups=4 does not divide 6 features; try groups=2 or groups=3 or groups=6"), (0, "at least 1"),
+         (True, "at least 1"), (2.0, "at least 1")],
+    )  # fmt: skip
+    def test_groups_that_do_not_fit_are_refused_with_those_that_do(self, groups, message):
+        with pytest.raises(ValueError, match=message):
+            BatchLayerNorm(6, groups=groups)
+
+
+def _same_function(ours, theirs, x):
+    """The same outputs and gradients up to rounding: values are of order 1, each the end of some ten operations."""
+    with torch.no_grad():
+        for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            other.copy_(parameter.copy_(torch.randn_like(parameter)))
+    dy = torch.randn_like(x)
+    results = []
+    for layer in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        results.append((y, *torch.autograd.grad(y, (leaf, *layer.parameters()), dy)))
+    for ours_, theirs_ in zip(*results, strict=True):
+        torch.testing.assert_close(ours_, theirs_, rtol=1e-4, atol=1e-5)
 
 
 class TestProcessGroup:

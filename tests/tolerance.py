@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+import oracle
+
 ROUNDINGS = 16
 
 
@@ -20,19 +22,20 @@ def epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
-def _parts(x, var_B, var_F, inverse_m, d, *, eps, mix_eps, dim_scale):
+def _parts(x, y, var_B, var_F, inverse_m, *, eps, mix_eps, dim_scale, groups=None):
     """|weight| and 1/deviation of the batch and of the feature part, and the largest input."""
+    d = y.shape[-1]
     scale = d**-0.5 if dim_scale else 1.0
     inverse_m = np.asarray(inverse_m, np.float64)[..., None]
     w_B, w_F = np.abs(1 - inverse_m - mix_eps) * scale, np.abs(inverse_m - mix_eps) * scale
-    r_B, r_F = 1 / np.sqrt(var_B + eps), 1 / np.sqrt(np.asarray(var_F)[..., None] + eps)
+    r_B, r_F = 1 / np.sqrt(var_B + eps), 1 / np.sqrt(oracle.at_features(np.asarray(var_F), y, groups) + eps)
     x = np.asarray(x, np.float64)
     return w_B, r_B, w_F, r_F, np.abs(x[np.isfinite(x)]).max()
 
 
 def output(x, y, var_B, var_F, inverse_m, gamma, beta, dtype, **options):
     """A bound for each value of ``y``, an array ``(N, *positions, d)``."""
-    w_B, r_B, w_F, r_F, size = _parts(x, var_B, var_F, inverse_m, y.shape[-1], **options)
+    w_B, r_B, w_F, r_F, size = _parts(x, y, var_B, var_F, inverse_m, **options)
     moved = np.abs(gamma) * (w_B * (1 + 2 * size * r_B) + w_F * (1 + 2 * size * r_F)) + np.abs(beta)
     least = torch.finfo(dtype).smallest_normal  # below it values are spaced as at it
     return ROUNDINGS * epsilon(dtype) * moved + torch.finfo(dtype).eps * np.maximum(np.abs(y), least)
@@ -40,7 +43,7 @@ def output(x, y, var_B, var_F, inverse_m, gamma, beta, dtype, **options):
 
 def gradient(x, dx, dy, var_B, var_F, inverse_m, gamma, dtype, **options):
     """Bounds for the gradients of x, gamma and beta."""
-    w_B, r_B, w_F, r_F, size = _parts(x, var_B, var_F, inverse_m, dx.shape[-1], **options)
+    w_B, r_B, w_F, r_F, size = _parts(x, dx, var_B, var_F, inverse_m, **options)
     largest = np.abs(dy * gamma).max()
     moved = w_B * r_B * (1 + 2 * size * r_B) ** 2 + w_F * r_F * (1 + 2 * size * r_F) ** 2
     for_x = ROUNDINGS * epsilon(dtype) * largest * moved + torch.finfo(dtype).eps * np.abs(dx)

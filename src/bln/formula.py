@@ -1,14 +1,20 @@
 """The equations of the paper, once, in plain operators.
 
-NumPy, torch, JAX and Keras tensors all pass through: nothing here calls a library. Everything is *features last*:
-``x`` is ``(N, *positions, d)``. Names follow the paper, equation numbers stand beside the lines that are the equations.
+NumPy, torch, JAX and Keras tensors all pass through. Where a function of the library is needed, the library comes as
+``xp``: ``numpy``, ``torch``, ``jax.numpy`` or ``keras.ops``. Everything is *features last*: ``x`` is ``(N, *positions,
+d)``. Names follow the paper, equation numbers stand beside the lines that are the equations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ._spec import Spec
 from .config import StatisticsConfig
+
+Total = Callable[[Any], Any]
+"""The sum of an array over devices."""
 
 
 class Switches(NamedTuple):
@@ -24,7 +30,8 @@ class Statistics(NamedTuple):
     """The five statistics that normalize a mini-batch, as arrays of one kind.
 
     With ``per_position=False`` the batch statistics are pooled over positions and ``*positions`` is absent from all
-    but a mini-batch's own feature statistics.
+    but a mini-batch's own feature statistics. With ``groups`` feature statistics have one value for each group in place
+    of positions: ``(N, groups)`` of a mini-batch, ``(groups,)`` of the population.
     """
 
     batch_mean: Any
@@ -45,13 +52,19 @@ def weights(inverse_m: Any, mix_eps: float, d: int, dim_scale: bool) -> tuple[An
     return scale * (1 - (inverse_m + mix_eps)), scale * (inverse_m - mix_eps)
 
 
-def transform(
-    x: Any, s: Statistics, gamma: Any = None, beta: Any = None, *, eps: float, mix_eps: float, dim_scale: bool = True
-) -> Any:
-    """Normalize ``x`` with the statistics ``s``, mix, scale and shift: eqs 14-17 in training, 22-25 at inference."""
-    x_B = (x - s.batch_mean) / (s.batch_var + eps) ** 0.5  # eqs 14, 22
-    x_F = (x - _each(s.feature_mean)) / (_each(s.feature_var) + eps) ** 0.5  # eqs 15, 23
-    w_B, w_F = weights(_each(s.inverse_m), mix_eps, x.shape[-1], dim_scale)
+def transform(x: Any, s: Statistics, gamma: Any = None, beta: Any = None, *, spec: Spec, xp: Any = None) -> Any:
+    """Normalize ``x`` with the statistics ``s``, mix, scale and shift: eqs 14-17 in training, 22-25 at inference.
+
+    With groups, ``xp`` is needed.
+    """
+    d = x.shape[-1]
+    if spec.groups is None:
+        mean_F, var_F = _each(s.feature_mean), _each(s.feature_var)
+    else:
+        mean_F, var_F = (_at_positions(spread(xp, v, d), len(x.shape)) for v in (s.feature_mean, s.feature_var))
+    x_B = (x - s.batch_mean) / (s.batch_var + spec.eps) ** 0.5  # eqs 14, 22
+    x_F = (x - mean_F) / (var_F + spec.eps) ** 0.5  # eqs 15, 23
+    w_B, w_F = weights(_each(s.inverse_m), spec.mix_eps, d, spec.dim_scale)
     z = w_B * x_B + w_F * x_F  # eqs 16, 24
     y = z if gamma is None else gamma * z  # eqs 17, 25
     return y if beta is None else y + beta
@@ -60,6 +73,13 @@ def transform(
 def _each(value: Any) -> Any:
     """The same for each feature. One value for everything needs no axis; AOTInductor cannot give it one."""
     return value[..., None] if len(value.shape) else value
+
+
+def _at_positions(value: Any, rank: int) -> Any:
+    """``(..., d)`` with axes for the positions of an input of ``rank`` axes."""
+    while 1 < len(value.shape) < rank:
+        value = value[..., None, :]
+    return value
 
 
 def choose(
@@ -98,12 +118,126 @@ def bessel(count: Any) -> Any:
     return count / (abs(count - 1.5) + 0.5)  # max(count - 1, 1) in operators: booleans and 0 ** 0 are not for all
 
 
-def combine(counts: Any, means: Any, squares: Any) -> tuple[Any, Any]:
+def _own(value: Any) -> Any:
+    """A device by itself."""
+    return value
+
+
+def combine(xp: Any, counts: Any, means: Any, squares: Any, total: Total = _own) -> tuple[Any, Any]:
     """Chan's formula: mean and biased variance of several parts together, no two large numbers subtracted.
 
     ``counts``, ``means`` and ``squares``, the sums of squares around each part's own mean, have parts along their first
-    axis; a part without entries holds zeros.
+    axis; a part without entries holds zeros. ``total`` adds up what several devices have.
     """
-    total = counts.sum(0).clip(min=1)
-    mean = (counts * means).sum(0) / total
-    return mean, (squares + counts * (means - mean) ** 2).sum(0) / total
+    number = total(xp.sum(counts, axis=0))
+    number = xp.where(number > 1, number, 1)
+    mean = total(xp.sum(counts * means, axis=0)) / number
+    return mean, total(xp.sum(squares + counts * (means - mean) ** 2, axis=0)) / number
+
+
+# ---- the grouped form: feature statistics over a group of features and all positions
+
+
+class Moments(NamedTuple):
+    """Mean and biased variance over the positions of each sample and feature, ``(N, ..., d)``."""
+
+    mean: Any
+    var: Any
+    weight: Any
+    """How much a sample counts: its real positions, ``(N, ..., 1)``; 1 for all where none is hidden."""
+
+
+def spread(xp: Any, value: Any, d: int) -> Any:
+    """One value for each of ``d`` features, ``(..., d)``, from one for each group."""
+    shape = value.shape
+    if shape[-1] in (1, d):  # meets all features as it is
+        return value
+    tiled = xp.tile(value[..., None], (*[1] * len(shape), d // shape[-1]))
+    return xp.reshape(tiled, (*_known(shape[:-1]), d))
+
+
+def _group_mean(xp: Any, value: Any, groups: int) -> Any:
+    """The mean over the features of each group, ``(..., groups)``."""
+    size = value.shape[-1] // groups
+    return xp.sum(xp.reshape(value, (*_known(value.shape[:-1]), groups, size)), axis=-1) / size
+
+
+def _known(shape: Any) -> tuple[int, ...]:
+    """A shape to ask for; TensorFlow's graphs may leave a size open."""
+    return tuple(-1 if size is None else size for size in shape)
+
+
+def feature_statistics(xp: Any, moments: Moments, groups: int) -> tuple[Any, Any]:
+    """Eqs 12, 13 over the features of a group and all positions: mean and biased variance, ``(N, ..., groups)``."""
+    mean = _group_mean(xp, moments.mean, groups)
+    centred = moments.mean - spread(xp, mean, moments.mean.shape[-1])
+    return mean, _group_mean(xp, moments.var + centred**2, groups)
+
+
+def batch_statistics(xp: Any, moments: Moments, total: Total = _own) -> tuple[Any, Any]:
+    """Eqs 10, 11 over samples and positions: mean and biased variance, ``(..., d)``."""
+    return combine(xp, moments.weight, moments.mean, moments.weight * moments.var, total)
+
+
+class Coefficients(NamedTuple):
+    """The grouped layer with pooled batch statistics as ``y = a x + b``, one pair for each sample and feature."""
+
+    a: Any
+    b: Any
+
+
+def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Spec) -> Coefficients:
+    """Eqs 14-17, or 22-25, sorted by ``x``."""
+    w_B, w_F = weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
+    slope_B = w_B / (s.batch_var + spec.eps) ** 0.5
+    slope_F = w_F / (s.feature_var + spec.eps) ** 0.5
+    offset_F = spread(xp, slope_F * s.feature_mean, d)
+    a = slope_B + spread(xp, slope_F, d)
+    b = -(slope_B * s.batch_mean + offset_F)
+    if gamma is not None:
+        a, b = gamma * a, gamma * b
+    return Coefficients(a, b if beta is None else b + beta)
+
+
+class Gradients(NamedTuple):
+    """The derivative of the grouped layer: ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta."""
+
+    c1: Any
+    c0: Any
+    gamma: Any
+    beta: Any
+
+
+def gradients(xp: Any, s: Statistics, moments: Moments, sums: Any, dots: Any, gamma: Any, spec: Spec) -> Gradients:
+    """The chain rule through ``coefficients`` and the statistics of training, from sums over positions alone.
+
+    Args:
+        xp: The library.
+        s: The statistics of the mini-batch.
+        moments: Their origin, with ``weight`` the number of positions.
+        sums: ``dy`` summed over positions, ``(N, d)``.
+        dots: ``dy * (x - mean)`` summed over positions, the mean being that of ``moments``.
+        gamma: The scale, or 1.
+        spec: The options.
+    """
+    d, groups = moments.mean.shape[-1], s.feature_mean.shape[-1]
+    w_B, w_F = weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
+    r_B, r_F = (s.batch_var + spec.eps) ** -0.5, (s.feature_var + spec.eps) ** -0.5
+    mean_F = spread(xp, s.feature_mean, d)
+    x_B = r_B * (dots + (moments.mean - s.batch_mean) * sums)  # dy * x_B, summed over positions
+    x_F = spread(xp, r_F, d) * (dots + (moments.mean - mean_F) * sums)
+    entries = moments.weight * (d // groups)  # behind each feature statistic
+    number = xp.sum(moments.weight, axis=0)  # behind each batch statistic
+    total, total_B = xp.sum(sums, axis=0), xp.sum(x_B, axis=0)
+    # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
+    scale_B = w_B * gamma * r_B / number
+    slope_B = scale_B * total_B * r_B
+    scale_F = w_F * r_F / entries
+    slope_F = spread(xp, scale_F * _group_mean(xp, gamma * x_F, groups) * (d // groups) * r_F, d)
+    offset_F = spread(xp, scale_F * _group_mean(xp, gamma * sums, groups) * (d // groups), d)
+    return Gradients(
+        -(slope_B + slope_F),
+        slope_B * s.batch_mean - scale_B * total + (slope_F * mean_F - offset_F),
+        w_B * total_B + xp.sum(w_F * x_F, axis=0),
+        total,
+    )

@@ -157,15 +157,10 @@ class _FixedMap:
         population = layer.population.statistics(known or (), 1)
         s = formula.Statistics(*(value.double() for value in population))
         gamma, beta = (None if p is None else p.double() for p in (layer.weight, layer.bias))
-        options: dict[str, Any] = {
-            "eps": layer.eps,
-            "mix_eps": layer.eps if layer.mix_eps is None else layer.mix_eps,
-            "dim_scale": layer.dim_scale,
-        }
         centred = s._replace(batch_mean=0 * s.batch_mean, feature_mean=0 * s.feature_mean)
         one = torch.ones_like(s.batch_mean)
-        self.scale = formula.transform(one, centred, gamma, **options)
-        self.shift = formula.transform(0 * one, s, gamma, beta, **options)
+        self.scale = formula.transform(one, centred, gamma, spec=layer.spec, xp=torch)
+        self.shift = formula.transform(0 * one, s, gamma, beta, spec=layer.spec, xp=torch)
         rows = torch.stack([self.scale, self.shift]).reshape(2, -1, layer.num_features)
         self.uniform = rows[:, 0] if (rows == rows[:, :1]).all() else None  # (scale, shift), where all positions agree
         self.rank = 2 + len(known) if known is not None and layer.per_position else None

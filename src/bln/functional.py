@@ -8,12 +8,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from operator import index
 from types import ModuleType
-from typing import Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex, overload
 
 import torch
 from torch import Tensor, fx
 
-from . import formula, native
+from . import _coefficients, formula, native
+from ._spec import Spec
 from .config import StatisticsConfig
 from .formula import Statistics
 
@@ -27,11 +28,12 @@ def batch_layer_norm(
     bias: Tensor | None = ...,
     *,
     channel_dim: int = ...,
-    per_position: bool = ...,
+    groups: int | None = ...,
+    per_position: bool | None = ...,
     mask: Tensor | None = ...,
     eps: float = ...,
     mix_eps: float | None = ...,
-    dim_scale: bool = ...,
+    dim_scale: bool | None = ...,
     population: Statistics | None = ...,
     config: StatisticsConfig | str = ...,
     return_statistics: Literal[False] = ...,
@@ -43,11 +45,12 @@ def batch_layer_norm(
     bias: Tensor | None = ...,
     *,
     channel_dim: int = ...,
-    per_position: bool = ...,
+    groups: int | None = ...,
+    per_position: bool | None = ...,
     mask: Tensor | None = ...,
     eps: float = ...,
     mix_eps: float | None = ...,
-    dim_scale: bool = ...,
+    dim_scale: bool | None = ...,
     population: Statistics | None = ...,
     config: StatisticsConfig | str = ...,
     return_statistics: Literal[True],
@@ -58,11 +61,12 @@ def batch_layer_norm(
     bias: Tensor | None = None,
     *,
     channel_dim: int = 1,
-    per_position: bool = True,
+    groups: int | None = None,
+    per_position: bool | None = None,
     mask: Tensor | None = None,
     eps: float = 1e-4,
     mix_eps: float | None = None,
-    dim_scale: bool = True,
+    dim_scale: bool | None = None,
     population: Statistics | None = None,
     config: StatisticsConfig | str = "TTFF",
     return_statistics: bool = False,
@@ -74,11 +78,14 @@ def batch_layer_norm(
         weight: Gamma, ``(C,)``.
         bias: Beta, ``(C,)``.
         channel_dim: The dimension of features; never 0, which is that of samples.
-        per_position: Batch statistics for each position, as published; ``False`` pools them over positions.
+        groups: Take feature statistics over this many groups of features and all positions, as GroupNorm does.
+            ``None`` takes them over the features of each position, as published.
+        per_position: Batch statistics for each position, as published; ``False`` pools them over positions, and is
+            the default with ``groups``.
         mask: ``(N, *positions)``, boolean, true at real entries. Hidden entries enter no statistic and come out 0.
         eps: Added to both variances.
-        mix_eps: The epsilon in the weights of eq 16; ``None`` is ``eps``.
-        dim_scale: Divide by the root of the number of features (eq 16).
+        mix_eps: The epsilon in the weights of eq 16; ``None`` is ``eps``, with ``groups`` 0.
+        dim_scale: Divide by the root of the number of features (eq 16); ``None`` does so without ``groups``.
         population: Statistics to choose from, features last, as ``Statistics`` says. Without them the mini-batch
             is normalized by its own, as in training.
         config: With ``population``, where each of the four statistics comes from.
@@ -87,10 +94,11 @@ def batch_layer_norm(
     Returns:
         ``y``, of ``x``'s shape and type. Statistics are computed in float32 (float64 if anything given is).
     """
-    check_eps(eps, mix_eps)
+    spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
     if not isinstance(channel_dim, SupportsIndex):
         raise TypeError(f"channel_dim must be an integer, 1 or -1 for features last, got {channel_dim!r}")
-    channel_dim = check(x, mask, index(channel_dim))
+    channel_dim = check(x, mask, index(channel_dim), empty=population is not None)
+    spec.check_features(x.shape[channel_dim])
     config = StatisticsConfig.parse(config)
     for name, parameter in (("weight", weight), ("bias", bias)):
         if not (parameter is None or isinstance(parameter, Tensor)):
@@ -102,11 +110,10 @@ def batch_layer_norm(
             )
 
     if population is not None:
-        _check_population(population, x, channel_dim)
-    y, statistics = normalize(
-        x, weight, bias, mask, channel_dim=channel_dim, per_position=per_position, eps=eps, mix_eps=mix_eps,
-        dim_scale=dim_scale, population=population, config=config,
-    )  # fmt: skip
+        _check_population(population, x, channel_dim, spec)
+    if x.numel() == 0 and population is not None:
+        return (x.clone(), population) if return_statistics else x.clone()
+    y, statistics = normalize(x, weight, bias, mask, channel_dim, spec, population=population, config=config)
     return (y, statistics) if return_statistics else y
 
 
@@ -115,43 +122,40 @@ def normalize(
     weight: Tensor | None,
     bias: Tensor | None,
     mask: Tensor | None,
-    *,
     channel_dim: int,
-    per_position: bool,
-    eps: float,
-    mix_eps: float | None,
-    dim_scale: bool,
-    population: Statistics | None,
-    config: StatisticsConfig | str,
+    spec: Spec,
+    *,
+    population: Statistics | None = None,
+    config: StatisticsConfig | str = "TTFF",
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Statistics]:
-    """``batch_layer_norm`` of what was checked."""
-    mix_eps = eps if mix_eps is None else mix_eps
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    """``batch_layer_norm`` of what was checked, computed in ``dtype`` at least."""
+    dtype = torch.promote_types(x.dtype, dtype)
     for other in (weight, bias, population and population.batch_mean):
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     gamma, beta = (None if p is None else p.to(dtype) for p in (weight, bias))
 
-    kernels = kernels_for(x, x.shape[channel_dim], weight, bias) if population is None else None
-    if kernels is not None:
-        y, statistics = kernels.train(
-            x, weight, bias, mask, channel_dim=channel_dim, per_position=per_position, eps=eps, mix_eps=mix_eps,
-            dim_scale=dim_scale,
-        )  # fmt: skip
-    elif population is None and mask is None:
-        w_B, w_F = formula.weights(1 / x.shape[0], mix_eps, x.shape[channel_dim], dim_scale)
+    kernels = kernels_for(x, spec, x.shape[channel_dim], weight, bias) if population is None else None
+    if kernels is not None and dtype == torch.float32:
+        y, statistics = kernels.train(x, weight, bias, mask, channel_dim=channel_dim, **published(spec))
+    elif spec.coefficients:
+        y, statistics = _by_coefficients(x.to(dtype), gamma, beta, mask, channel_dim, spec, population, config)
+    elif population is None and mask is None and spec.groups is None:
+        w_B, w_F = formula.weights(1 / x.shape[0], spec.mix_eps, x.shape[channel_dim], spec.dim_scale)
         y, statistics = native.train(
-            x.to(dtype), gamma, beta, channel_dim=channel_dim, per_position=per_position, eps=eps, w_B=w_B, w_F=w_F
-        )
+            x.to(dtype), gamma, beta,
+            channel_dim=channel_dim, per_position=spec.per_position, eps=spec.eps, w_B=w_B, w_F=w_F,
+        )  # fmt: skip
     else:
         rows = x.to(dtype).movedim(channel_dim, -1)
         if mask is not None:
             rows = torch.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
         if population is None:
-            statistics = current(rows, mask, per_position)
+            statistics = current(rows, mask, spec)
         else:
             config = StatisticsConfig.parse(config)
-            statistics = formula.choose(config, current(rows, mask, per_position, config), population)
-        y = formula.transform(rows, statistics, gamma, beta, eps=eps, mix_eps=mix_eps, dim_scale=dim_scale)
+            statistics = formula.choose(config, current(rows, mask, spec, config), population)
+        y = formula.transform(rows, statistics, gamma, beta, spec=spec, xp=torch)
         if mask is not None:
             y = torch.where(mask[..., None], y, 0)
         y = y.movedim(-1, channel_dim)
@@ -162,9 +166,38 @@ def normalize(
     return y, statistics
 
 
-def kernels_for(x: Tensor, features: int, *others: Tensor | None) -> ModuleType | None:
-    """The Triton kernels, where these tensors, an input of so many features and others, can use them."""
-    if not (_on_gpu(x) and _has_triton()):
+def _by_coefficients(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    channel_dim: int,
+    spec: Spec,
+    population: Statistics | None,
+    config: StatisticsConfig | str,
+) -> tuple[Tensor, Statistics]:
+    """The grouped layer with pooled batch statistics."""
+    if population is None:
+        return _coefficients.train(x, gamma, beta, mask, channel_dim, spec)
+    config, found = StatisticsConfig.parse(config), population
+    x = _coefficients.hide(x, mask, channel_dim)
+    if config.uses_batch or config.uses_features:
+        own = _coefficients.statistics(_coefficients.measure(x, mask, channel_dim), spec)
+        found = formula.choose(config, own, population)
+    y = _coefficients.apply(x, found, gamma, beta, mask, channel_dim, spec)
+    return y, Statistics(*(value.detach() for value in found))
+
+
+def published(spec: Spec) -> dict[str, Any]:
+    """The options that the kernels of the published form take."""
+    options = spec._asdict()
+    del options["groups"]
+    return options
+
+
+def kernels_for(x: Tensor, spec: Spec, features: int, *others: Tensor | None) -> ModuleType | None:
+    """The Triton kernels of the published form, where these tensors can use them."""
+    if spec.groups is not None or not (_on_gpu(x) and _has_triton()):
         return None
     from . import kernels
 
@@ -192,10 +225,10 @@ _triton: bool | None = None
 _has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: bool = False) -> int:
+def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, empty: bool = False, hidden: bool = False) -> int:
     """Refuse what cannot be normalized; returns the dimension of features counted from the front.
 
-    Where statistics are synchronized, other ranks may have the samples that this one lacks.
+    ``empty`` allows inputs without samples, ``hidden`` masks that hide everything: other ranks may have more.
     """
     if not isinstance(x, Tensor):
         way = "; torch.fx wants a Tracer whose is_leaf_module is true of the layer" if isinstance(x, fx.Proxy) else ""
@@ -210,8 +243,8 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: boo
             f"expected an input (N, C), (N, C, *positions) or, with channel_dim=-1, (N, *positions, C); "
             f"got shape {shape} with channel_dim={channel_dim}. A single sample needs its own dimension: x[None]"
         )
-    if x.numel() == 0 and not (synchronized and 0 not in shape[1:]):
-        raise ValueError(f"cannot normalize an empty input, got shape {shape}; skip empty batches")
+    if x.numel() == 0 and not (empty and 0 not in shape[1:]):
+        raise ValueError(f"cannot train on an empty input, got shape {shape}; skip empty batches")
     channel_dim %= len(shape)
     if mask is None:
         return channel_dim
@@ -225,12 +258,12 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, synchronized: boo
             f"expected a mask of shape {expected}, (N, *positions) of the input {shape} with features at dimension "
             f"{channel_dim}; got {tuple(mask.shape)}"
         )
-    if not synchronized and can_look(mask) and not mask.any():
+    if not hidden and mask.numel() and can_look(mask) and not mask.any():
         raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")
     return channel_dim
 
 
-def _check_population(population: Statistics, x: Tensor, channel_dim: int) -> None:
+def _check_population(population: Statistics, x: Tensor, channel_dim: int, spec: Spec) -> None:
     """Refuse statistics that are not those of such inputs."""
     if not isinstance(population, Statistics) or not all(isinstance(value, Tensor) for value in population):
         kinds = ", ".join(type(v).__name__ for v in population) if isinstance(population, tuple) else ""
@@ -238,9 +271,13 @@ def _check_population(population: Statistics, x: Tensor, channel_dim: int) -> No
             f"population must be a bln.functional.Statistics of five tensors, got {type(population).__name__}"
             + (f" of {kinds}" if kinds else "")
         )
-    rows = x.movedim(channel_dim, -1).shape
+    rows = tuple(x.movedim(channel_dim, -1).shape)
     for name, value in zip(Statistics._fields, population, strict=True):
         whole = rows if name.startswith("batch") else rows[:-1]
+        if spec.coefficients:  # nothing has positions
+            whole = (rows[0], *rows[-1:]) if name.startswith("batch") else (rows[0],)
+        if spec.groups is not None and name.startswith("feature"):
+            whole = (rows[0], spec.groups)
         fits = all(size in (1, there) for size, there in zip(value.shape[::-1], whole[::-1], strict=False))
         if value.dim() > len(whole) or not fits:
             raise ValueError(
@@ -255,16 +292,6 @@ def can_look(value: Tensor) -> bool:
     return not traced and value.device.type == "cpu"
 
 
-def check_eps(eps: float, mix_eps: float | None) -> None:
-    """Refuse values outside of what the equations allow."""
-    if not (isinstance(eps, int | float) and 0 < eps < math.inf):
-        raise ValueError(f"eps must be a positive number, got {eps!r}: it keeps a constant feature from 0/0")
-    if mix_eps is None and eps >= 1:
-        raise ValueError(f"mix_eps is eps unless given, and must be in [0, 1), got eps={eps!r}; give mix_eps=1e-4, say")
-    if mix_eps is not None and not (isinstance(mix_eps, int | float) and 0 <= mix_eps < 1):
-        raise ValueError(f"mix_eps must be None (the same as eps) or in [0, 1), got {mix_eps!r}")
-
-
 def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tuple[int | Tensor, int | Tensor]:
     """``m``, and the entries behind each batch statistic, of ``(N, *positions)``: under a mask, at each position."""
     if mask is None:
@@ -272,7 +299,12 @@ def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tupl
     if per_position:
         m = mask.sum(0)
         return m, m
-    return mask.reshape(shape[0], math.prod(shape[1:])).any(1).sum(), mask.sum()
+    return present(mask).sum(), mask.sum()
+
+
+def present(mask: Tensor) -> Tensor:
+    """Which samples have any real entry."""
+    return mask.reshape(mask.shape[0], math.prod(mask.shape[1:])).any(1)
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
@@ -280,16 +312,14 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
-def current(
-    rows: Tensor, mask: Tensor | None, per_position: bool, config: StatisticsConfig | None = None
-) -> Statistics:
+def current(rows: Tensor, mask: Tensor | None, spec: Spec, config: StatisticsConfig | None = None) -> Statistics:
     """Eqs 10-13, of features-last ``rows`` whose hidden entries are 0; only what ``config`` asks for."""
-    m, entries = count(rows.shape[:-1], mask, per_position)
+    m, entries = count(rows.shape[:-1], mask, spec.per_position)
     m, entries = (at_least_one(c) for c in (m, entries))
     batch_mean = batch_var = feature_mean = feature_var = None
 
     if config is None or config.uses_batch:
-        over = (0,) if per_position else tuple(range(rows.dim() - 1))
+        over = (0,) if spec.per_position else tuple(range(rows.dim() - 1))
         divisor = entries[..., None] if isinstance(entries, Tensor) else entries
         batch_mean = rows.sum(over) / divisor
         centred = rows - batch_mean
@@ -298,15 +328,21 @@ def current(
         batch_var = centred.square().sum(over) / divisor
 
     if config is None or config.uses_features:
-        # A row must give the same bits whatever stands beside it. Torch sums rows that lie in memory one by one, in
-        # the same order each; only a lone row it splits over threads: so that one gets company.
-        lone = rows.numel() == rows.shape[-1]
-        rows = torch.cat([rows, rows]) if lone else rows.contiguous()
-        mean = rows.mean(-1, keepdim=True)
-        feature_var = (rows - mean).square().mean(-1)
-        feature_mean = mean.squeeze(-1)
-        if lone:
-            feature_mean, feature_var = feature_mean[:1], feature_var[:1]
+        feature_mean, feature_var = _features(rows, mask, spec)
 
     inverse_m = 1 / m.to(rows.dtype) if isinstance(m, Tensor) else rows.new_full((), 1 / m)
     return Statistics(batch_mean, batch_var, feature_mean, feature_var, inverse_m)
+
+
+def _features(rows: Tensor, mask: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Eqs 12, 13: over the features of each position, or over groups of features and all positions."""
+    if spec.groups is not None:
+        return _coefficients.feature_statistics(_coefficients.measure(rows, mask, rows.dim() - 1), spec.groups)
+    # A row must give the same bits whatever stands beside it. Torch sums rows that lie in memory one by one, in the
+    # same order each; only a lone row it splits over threads: so that one gets company.
+    lone = rows.numel() == rows.shape[-1]
+    rows = torch.cat([rows, rows]) if lone else rows.contiguous()
+    mean = rows.mean(-1, keepdim=True)
+    var = (rows - mean).square().mean(-1)
+    mean = mean.squeeze(-1)
+    return (mean[:1], var[:1]) if lone else (mean, var)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional, synchronized
+from ._spec import Spec
 from .config import StatisticsConfig
 from .population import Population, sizes
 
@@ -32,22 +33,28 @@ class BatchLayerNorm(nn.Module):
     the way. In ``eval()`` each of the four is the population's or the current mini-batch's, as ``config`` says, and
     ``1/m`` is the one remembered from training. Put the layer behind the nonlinearity.
 
+    With ``groups`` it is the form to use in convolutional nets: batch statistics are pooled over positions, as
+    BatchNorm's, and feature statistics are those of a sample over a group of features and all positions, as
+    GroupNorm's. At ``m = 1`` it is GroupNorm, and as ``1/m`` goes to 0 it becomes BatchNorm. In a sequence such
+    statistics see all positions, later ones too: do not use them in a causal model.
+
     Args:
         num_features: ``C``, the number of features (the paper's d).
+        groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
         channel_dim: Where features stand: 1 for ``(N, C, *positions)``, -1 for ``(N, *positions, C)``.
-        per_position: Batch statistics for each position, as published. ``False`` pools them over positions, as
-            ``BatchNorm2d`` does: any image size or sequence length goes in, and residual nets train better.
+        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them over
+            positions, as ``BatchNorm2d`` does, and takes any image size or sequence length.
         position_shape: The positions (``(28, 28)``, ``80``) to keep statistics for. ``None`` learns them from the
             first training mini-batch. Shorter sequences use the first positions.
         eps: Added to both variances.
-        mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``.
+        mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``, with ``groups`` 0.
         momentum: The weight of a new mini-batch in the population statistics, as in ``BatchNorm2d``. ``None``
             averages all since the last reset. Population variances are unbiased: they carry ``m / (m - 1)``.
         affine: Learn a scale (``weight``, gamma) and, with ``bias``, a shift (``bias``, beta) for each feature.
         bias: With ``affine``, learn a shift.
         config: The statistics ``eval()`` uses, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. With
             ``TT..`` a prediction does not depend on the rest of its batch.
-        dim_scale: Divide by the root of ``num_features``, as the paper does.
+        dim_scale: Divide by the root of ``num_features``, as the paper does and by default the layer without ``groups``.
         process_group: In training, take batch statistics and ``m`` over all ranks of this ``torch.distributed`` group;
             ``"world"`` is the default group, once there is one. A rank may hold any number of samples, none
             included. In ``eval()`` ranks do not talk: current statistics are those of the rank's own batch.
@@ -66,6 +73,8 @@ class BatchLayerNorm(nn.Module):
         >>> y = layer.eval()(torch.randn(1, 16, 8, 8))
         >>> layer
         BatchLayerNorm(16, position_shape=(8, 8), config=FTFF)
+        >>> bln.BatchLayerNorm(16, groups=8)(torch.randn(4, 16, 8, 8)).shape
+        torch.Size([4, 16, 8, 8])
     """
 
     weight: nn.Parameter | None
@@ -77,8 +86,9 @@ class BatchLayerNorm(nn.Module):
         self,
         num_features: int,
         *,
+        groups: int | None = None,
         channel_dim: int = 1,
-        per_position: bool = True,
+        per_position: bool | None = None,
         position_shape: int | tuple[int, ...] | None = None,
         eps: float = 1e-4,
         mix_eps: float | None = None,
@@ -86,7 +96,7 @@ class BatchLayerNorm(nn.Module):
         affine: bool = True,
         bias: bool = True,
         config: StatisticsConfig | str = "TTFF",
-        dim_scale: bool = True,
+        dim_scale: bool | None = None,
         process_group: ProcessGroup | Literal["world"] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -100,25 +110,48 @@ class BatchLayerNorm(nn.Module):
             )
         if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
-        functional.check_eps(eps, mix_eps)
+        spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
         if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
             raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum!r}")
-        positions = sizes(position_shape, per_position)
+        positions = sizes(position_shape, spec.per_position)
 
         self.num_features = num_features = index(num_features)
+        spec.check_features(num_features)
         self.channel_dim = channel_dim
-        self.per_position = per_position
-        self.eps = eps
-        self.mix_eps = mix_eps
+        self.spec = spec
         self.momentum = momentum
-        self.dim_scale = dim_scale
         self.config = config
         self.process_group = process_group
         for name, wanted in (("weight", affine), ("bias", affine and bias)):
             parameter = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if wanted else None
             self.register_parameter(name, parameter)
-        self.population = Population(num_features, positions if per_position else (), device, dtype)
+        self.population = Population(num_features, positions if spec.per_position else (), device, dtype, spec.groups)
         self.reset_parameters()
+
+    @property
+    def groups(self) -> int | None:
+        """The groups of feature statistics; ``None`` for the published form."""
+        return self.spec.groups
+
+    @property
+    def per_position(self) -> bool:
+        """Whether batch statistics are kept for each position."""
+        return self.spec.per_position
+
+    @property
+    def eps(self) -> float:
+        """What is added to both variances."""
+        return self.spec.eps
+
+    @property
+    def mix_eps(self) -> float:
+        """The epsilon of the mixing weights."""
+        return self.spec.mix_eps
+
+    @property
+    def dim_scale(self) -> bool:
+        """Whether the output is divided by the root of the number of features."""
+        return self.spec.dim_scale
 
     @property
     def config(self) -> StatisticsConfig:
@@ -143,7 +176,8 @@ class BatchLayerNorm(nn.Module):
         group = self._group.resolve() if self.training and self._group is not None else None
         if group is not None and group.size() == 1:
             group = None
-        channel_dim = functional.check(x, mask, self.channel_dim, synchronized=group is not None)
+        shared = group is not None
+        channel_dim = functional.check(x, mask, self.channel_dim, empty=shared or not self.training, hidden=shared)
         shape = list(x.shape)
         if shape.pop(channel_dim) != self.num_features:
             raise ValueError(
@@ -153,31 +187,29 @@ class BatchLayerNorm(nn.Module):
         positions = tuple(shape[1:]) if self.per_position else ()
         if group is not None:
             return self._synchronized(x, mask, channel_dim, positions, group)
+        if not self.training and x.shape[0] == 0:
+            return x.clone()
+        population = self.population
         m, entries = functional.count(shape, mask, self.per_position)
-        kernels = functional.kernels_for(x, self.num_features, self.weight, self.bias, self.population.batch_mean)
-        if (
-            kernels is not None
-            and not torch.compiler.is_compiling()
-            and self.population.learned(positions, self.training)
-        ):
+        kernels = functional.kernels_for(
+            x, self.spec, self.num_features, self.weight, self.bias, population.batch_mean
+        )
+        if kernels is not None and not torch.compiler.is_compiling() and population.learned(positions, self.training):
             return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
 
-        population = None if self.training else self.population.statistics(positions, m)
         y, statistics = functional.normalize(
             x,
             self.weight,
             self.bias,
             mask,
-            channel_dim=channel_dim,
-            per_position=self.per_position,
-            eps=self.eps,
-            mix_eps=self.mix_eps,
-            dim_scale=self.dim_scale,
-            population=population,
+            channel_dim,
+            self.spec,
+            population=None if self.training else population.statistics(positions, m),
             config=self.config,
+            dtype=population.batch_mean.dtype,
         )
         if self.training and not _recomputing():
-            self.population.update(statistics, m, entries, mask, positions, self.momentum)
+            population.update(statistics, m, entries, mask, positions, self.momentum)
         return y
 
     def _by_kernels(
@@ -191,13 +223,7 @@ class BatchLayerNorm(nn.Module):
         entries: int | Tensor,
     ) -> Tensor:
         """The same on a GPU, the population read and written by the kernels."""
-        options = {
-            "channel_dim": channel_dim,
-            "per_position": self.per_position,
-            "eps": self.eps,
-            "mix_eps": self.eps if self.mix_eps is None else self.mix_eps,
-            "dim_scale": self.dim_scale,
-        }
+        options = {"channel_dim": channel_dim, **functional.published(self.spec)}
         tensors = x, self.weight, self.bias, mask
         y: Tensor
         if not self.training:
@@ -223,13 +249,7 @@ class BatchLayerNorm(nn.Module):
             self.weight,
             self.bias,
             mask,
-            channel_dim=channel_dim,
-            per_position=self.per_position,
-            positions=kept,
-            eps=self.eps,
-            mix_eps=self.mix_eps,
-            dim_scale=self.dim_scale,
-            group=group,
+            synchronized.Task(channel_dim, self.spec, kept, group, self.population.batch_mean.dtype),
             population=self.population,
             momentum=self.momentum,
             learning=not _recomputing(),
@@ -281,13 +301,18 @@ class BatchLayerNorm(nn.Module):
         shown = [str(self.num_features)]
         if self.channel_dim != 1:
             shown.append(f"channel_dim={self.channel_dim}")
+        if self.groups is not None:
+            shown.append(f"groups={self.groups}")
         if self.per_position:
+            shown += ["per_position=True"] * (self.groups is not None)
             shown.append(f"position_shape={self.population.position_shape}")
-        else:
+        elif self.groups is None:
             shown.append("per_position=False")
         shown.append(f"config={self.config}")
-        defaults = {"eps": 1e-4, "mix_eps": None, "momentum": 0.1, "dim_scale": True}
-        shown += [f"{name}={value}" for name in defaults if (value := getattr(self, name)) != defaults[name]]
+        usual = {**Spec.of(self.groups, self.per_position, self.eps)._asdict(), "eps": 1e-4, "momentum": 0.1}
+        for name in ("eps", "mix_eps", "momentum", "dim_scale"):
+            if (value := getattr(self, name)) != usual[name]:
+                shown.append(f"{name}={value}")
         if self.weight is None:
             shown.append("affine=False")
         elif self.bias is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import formula
 from .formula import Statistics
 from .functional import at_least_one, can_look
+from .functional import present as samples_in
 
 STATISTICS = Statistics._fields
 _COUNTERS = ("updates", "samples")
@@ -29,6 +30,7 @@ class Population(nn.Module):
             the statistics, broadcast over all positions, wait for the first mini-batch to say.
         device: Of the statistics.
         dtype: Of the layer's parameters; statistics are float64 where this is, else float32.
+        groups: Feature statistics have one value for each of these, in place of positions.
 
     The counters have a row for each statistic, in the order of ``Statistics``.
     """
@@ -47,9 +49,11 @@ class Population(nn.Module):
         position_shape: tuple[int, ...] | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        groups: int | None = None,
     ) -> None:
         super().__init__()
         self.num_features = num_features
+        self.groups = groups
         self.without_positions = position_shape == ()
         dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, shape in self._shapes(position_shape or ()).items():
@@ -59,7 +63,8 @@ class Population(nn.Module):
 
     def _shapes(self, positions: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         batch, counters = (*positions, self.num_features), (len(STATISTICS), *positions)
-        shapes = (batch, batch, positions, positions, positions, counters, counters)
+        feature = positions if self.groups is None else (self.groups,)
+        shapes = (batch, batch, feature, feature, positions, counters, counters)
         return dict(zip(STATISTICS + _COUNTERS, shapes, strict=True))
 
     @property
@@ -89,7 +94,7 @@ class Population(nn.Module):
         values = Statistics(*(getattr(self, name) for name in STATISTICS))
         seen = self.updates[STATISTICS.index("inverse_m")] > 0
         if len(window) > 0:  # not "if window", of which a compiler makes a graph for each length
-            values, seen = Statistics(*(value[window] for value in values)), seen[window]
+            values, seen = Statistics(*map(self._at, STATISTICS, values, [window] * len(values))), seen[window]
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 
@@ -114,8 +119,9 @@ class Population(nn.Module):
         mask: Tensor | None,
         positions: tuple[int, ...],
         momentum: float | None,
+        present: int | Tensor | None = None,
     ) -> None:
-        """Let a training mini-batch in, unless its statistics are not finite.
+        """Average with a training mini-batch, unless its statistics are not finite.
 
         Args:
             batch: The mini-batch's own statistics; those of features for each sample, or averaged over samples.
@@ -125,11 +131,16 @@ class Population(nn.Module):
             positions: The input's positions, ``()`` where statistics are pooled over them.
             momentum: The weight of the new value; never less than ``1/updates``, so that initial values do not mix
                 in. ``None`` averages all mini-batches since the last reset, weighted by their samples.
+            present: The samples with any real entry, where ``mask`` does not say.
         """
         if self.position_shape is None:
             self.learn_positions(positions)
         window = self._window(positions)
-        new = self._estimates(batch, m, entries, mask)
+        if present is None:
+            # Pooled, and where nothing is hidden, m is that.
+            apart = mask is not None and self.groups is not None and self.position_shape
+            present = samples_in(mask).sum() if apart else m  # type: ignore[arg-type]
+        new = self._estimates(batch, m, entries, mask, present)
         # NaN and infinity, in the input or from an overflow, show in the variances; max and maximum hand on NaN.
         largest = new.batch_var.max(), new.feature_var.max()
         # Known, it saves half of the operations below.
@@ -139,16 +150,21 @@ class Population(nn.Module):
         anything, spread = (finite if enough is True else finite & enough for enough in (m > 0, entries > 1))
         if anything is False:
             return
+        apart = self.groups is not None and self.position_shape != ()  # feature statistics have no positions
+        if apart:
+            self._update_features(new, finite, present, momentum)
 
         updates, samples, dtype = self.updates, self.samples, self.inverse_m.dtype
         kept = [getattr(self, name) for name in STATISTICS]
         values: Any = new if new.batch_mean.dtype == dtype else [value.to(dtype) for value in new]
         if len(window) > 0:
             updates, samples = updates[:, *window], samples[:, *window]
-            for at, old in enumerate(kept):  # in a comprehension, too, there would be a graph for each length
-                kept[at] = old[window]
+            for at, name in enumerate(STATISTICS):  # in a comprehension, too, there would be a graph for each length
+                kept[at] = self._at(name, kept[at], window)
         entering: Any = [spread if name == "batch_var" else anything for name in STATISTICS]
-        if anything is spread is True:
+        if apart:
+            entering[2:4] = [False if anything is True else torch.zeros_like(anything)] * 2
+        elif anything is spread is True:
             updates += 1
             samples += m
             # Mostly all counts are the same, and one number does for all weights: a third less time with small inputs.
@@ -157,7 +173,7 @@ class Population(nn.Module):
                 same: Any = m / least if momentum is None else max(1 / least, momentum)
                 torch._foreach_lerp_(kept, values, same)
                 return
-        else:
+        if apart or not (anything is spread is True):
             seen = torch.tensor(entering) if anything is True else torch.stack(entering)
             seen = seen.reshape(*seen.shape, *[1] * (updates.dim() - seen.dim()))
             updates += seen
@@ -171,38 +187,71 @@ class Population(nn.Module):
         for name, old, value, enters, weight in zip(STATISTICS, kept, values, entering, weights.unbind(), strict=True):
             if enters is False:
                 continue
-            weight = weight[..., None] if name.startswith("batch") else weight
+            weight = self.beside(name, weight)
             if enters is True:
                 old.lerp_(value, weight)
             else:
-                enters = enters[..., None] if name.startswith("batch") else enters
                 # vmap has no rule for lerp_. Written through an alias: compiled, torch 2.13 forgets to write to a
                 # float64 input without dimensions.
+                enters = self.beside(name, enters)
                 old.detach().copy_(torch.lerp(old, torch.where(enters, value, old), weight))
 
-    def _estimates(self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None) -> Statistics:
-        """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
-        over = 0 if self.position_shape else None  # samples alone, or positions too
-        m, entries = (at_least_one(c) for c in (m, entries))
-        m, entries = (c.to(batch.inverse_m.dtype) if isinstance(c, Tensor) else c for c in (m, entries))
-        feature_mean, feature_var = batch.feature_mean, batch.feature_var
-        if feature_mean.dim() == batch.batch_mean.dim() - 1:  # averaged already
-            pass
-        elif mask is None:
-            feature_mean, feature_var = feature_mean.mean(over), feature_var.mean(over)
+    def _update_features(
+        self, new: Statistics, finite: bool | Tensor, present: int | Tensor, momentum: float | None
+    ) -> None:
+        """Average grouped feature statistics, whose counters are the same at all positions."""
+        enters = finite & (present > 0)
+        updates, samples = self.updates[2:4], self.samples[2:4]
+        updates += enters
+        samples += enters * present
+        dtype = self.feature_mean.dtype
+        if momentum is None:
+            weights = present / samples.clamp(min=1).to(dtype)
         else:
-            hidden = ~mask
-            feature_mean, feature_var = (
-                value.masked_fill(hidden, 0).sum(over) / entries for value in (feature_mean, feature_var)
-            )
+            weights = updates.clamp(min=1).to(dtype).reciprocal().clamp(min=momentum)
+        for name, weight in zip(("feature_mean", "feature_var"), weights, strict=True):
+            old, value = getattr(self, name), getattr(new, name).to(dtype)
+            entering = torch.where(torch.as_tensor(enters, device=value.device), value, old)
+            old.detach().copy_(torch.lerp(old, entering, self.beside(name, weight)))
+
+    def _estimates(
+        self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None, present: int | Tensor
+    ) -> Statistics:
+        """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
+        dtype = batch.inverse_m.dtype
+        m, entries, present = (at_least_one(c) for c in (m, entries, present))
+        m, entries, present = (c.to(dtype) if isinstance(c, Tensor) else c for c in (m, entries, present))
+        feature_mean, feature_var = batch.feature_mean, batch.feature_var
+        if feature_mean.dim() > self.feature_mean.dim():  # else averaged already
+            over = 0 if self.position_shape or self.groups is not None else None  # samples alone, or positions too
+            if mask is None:
+                feature_mean, feature_var = feature_mean.mean(over), feature_var.mean(over)
+            else:
+                hidden = ~mask if self.groups is None else ~samples_in(mask)[:, None]
+                number = entries if self.groups is None else present
+                feature_mean, feature_var = (
+                    value.masked_fill(hidden, 0).sum(over) / number for value in (feature_mean, feature_var)
+                )
         factor = formula.bessel(entries)
         return Statistics(
             batch.batch_mean,
             batch.batch_var * (factor[..., None] if isinstance(factor, Tensor) else factor),  # eqs 5, 19
             feature_mean,
-            feature_var * formula.bessel(m),  # eq 21
+            feature_var * formula.bessel(m if self.groups is None else present),  # eq 21
             batch.inverse_m,
         )
+
+    def _at(self, name: str, value: Tensor, window: tuple[slice, ...]) -> Tensor:
+        """A statistic at some positions; grouped feature statistics have none."""
+        return value if self.groups is not None and name.startswith("feature") else value[window]
+
+    def beside(self, name: str, counter: Tensor) -> Tensor:
+        """A counter's row, or what was made of one, in a shape that meets its statistic."""
+        if name.startswith("batch"):
+            return counter[..., None]
+        if name.startswith("feature") and self.groups is not None:
+            return counter.reshape(-1)[:1]  # the same at all positions
+        return counter
 
     def learned(self, positions: tuple[int, ...], training: bool) -> bool:
         """Whether positions are known, and if so, fit the input's; in training they are, from the first on."""
@@ -259,7 +308,7 @@ class Population(nn.Module):
         take = self.updates == 0
         take[STATISTICS.index("inverse_m")] = old["updates"][STATISTICS.index("inverse_m")] > 0
         for name, wanted in zip(STATISTICS, take, strict=True):
-            wanted = wanted[..., None] if name.startswith("batch") else wanted
+            wanted = self.beside(name, wanted)
             getattr(self, name).copy_(torch.where(wanted, old[name], getattr(self, name)))
         for name in _COUNTERS:
             getattr(self, name).copy_(torch.where(take, old[name], getattr(self, name)))

@@ -19,6 +19,8 @@ from .synchronized import Group
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .population import Population
+
 _MOST_POSITIONS = 8
 """Dimensions of positions a layer may have, where ranks tell each other."""
 
@@ -138,7 +140,7 @@ def merge(layers: Mapping[str, BatchLayerNorm], ranks: Ranks, *, share: bool) ->
     parts = []
     for layer in layers.values():
         samples = layer.population.samples.double()
-        values = [_with_features(name, getattr(layer.population, name), samples) for name in STATISTICS]
+        values = [_weighted(layer.population, name, getattr(layer.population, name), samples) for name in STATISTICS]
         parts += [samples, layer.population.updates.double(), *(value * weight for value, weight in values)]
     # Float64 keeps counters exact, and a value that all ranks share as it was.
     device = parts[0].device
@@ -148,16 +150,15 @@ def merge(layers: Mapping[str, BatchLayerNorm], ranks: Ranks, *, share: bool) ->
         samples, updates = (next(total).reshape(c.shape).to(c.device) for c in (population.samples, population.updates))
         for name in STATISTICS:
             old = getattr(population, name)
-            value, weight = _with_features(name, next(total).reshape(old.shape).to(old.device), samples)
+            value, weight = _weighted(population, name, next(total).reshape(old.shape).to(old.device), samples)
             old.copy_(torch.where(weight > 0, value / weight.clamp(min=1), old))
         for counter, added in ((population.samples, samples), (population.updates, updates)):
             counter.copy_((added / ranks.size).ceil() if share else added)
 
 
-def _with_features(name: str, value: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+def _weighted(population: Population, name: str, value: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
     """A statistic in float64, and the samples behind it in a shape to multiply with."""
-    weight = samples[STATISTICS.index(name)]
-    return value.double(), weight[..., None] if name.startswith("batch") else weight
+    return value.double(), population.beside(name, samples[STATISTICS.index(name)])
 
 
 def _agree(layers: Mapping[str, BatchLayerNorm], ranks: Ranks) -> None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import formula, functional, native
+from . import _coefficients, formula, functional, native
+from ._spec import Spec
 from .formula import Statistics
 
 if TYPE_CHECKING:
@@ -74,19 +75,26 @@ class _Joined(NamedTuple):
     m: int | Tensor
     """Samples, for each position; a number where it is the same for all and can be looked at."""
     entries: int | Tensor
+    present: int | Tensor
+    """Samples with any real entry."""
 
 
 class Task(NamedTuple):
     """All that normalizing takes but tensors."""
 
     channel_dim: int
-    per_position: bool
-    positions: tuple[int, ...]  # that statistics are kept for, the input's or more
-    eps: float
-    mix_eps: float
-    dim_scale: bool
+    """Counted from the front."""
+    spec: Spec
+    positions: tuple[int, ...]
+    """Those that statistics are kept for, the same on all ranks; sequences may be shorter."""
     group: ProcessGroup
-    dtype: torch.dtype  # of messages
+    dtype: torch.dtype
+    """That of the population, which messages have on all ranks."""
+
+    @property
+    def sends_samples(self) -> bool:
+        """Whether samples are counted apart from the entries at each position."""
+        return self.spec.groups is not None or not self.spec.per_position
 
     @property
     def known(self) -> int:
@@ -94,8 +102,8 @@ class Task(NamedTuple):
         return math.prod(self.positions)
 
     def size(self, d: int) -> int:
-        """Of a message forward."""
-        return self.known * (2 * d + (3 if self.per_position else 4))
+        """The length of a message forward, in the published form."""
+        return self.known * (2 * d + (3 if self.spec.per_position else 4))
 
 
 def train(
@@ -103,14 +111,8 @@ def train(
     weight: Tensor | None,
     bias: Tensor | None,
     mask: Tensor | None,
+    task: Task,
     *,
-    channel_dim: int,
-    per_position: bool,
-    positions: tuple[int, ...],
-    eps: float,
-    mix_eps: float | None,
-    dim_scale: bool,
-    group: ProcessGroup,
     population: Population,
     momentum: float | None,
     learning: bool,
@@ -122,35 +124,31 @@ def train(
         weight: Gamma.
         bias: Beta.
         mask: True at this rank's real entries.
-        channel_dim: The dimension of features, counted from the front.
-        per_position: Batch statistics for each position.
-        positions: The positions statistics are kept for, the same on all ranks; sequences may be shorter.
-        eps: Added to both variances.
-        mix_eps: The epsilon of the weights; ``None`` is ``eps``.
-        dim_scale: Divide by the root of the number of features.
-        group: The ranks.
-        population: Learns of the mini-batch; messages have its type on all ranks, whatever they put in.
+        task: What to compute, and with whom.
+        population: Averaged with the mini-batch.
         momentum: Of the population.
         learning: False where the mini-batch has been seen already.
     """
-    mix_eps = eps if mix_eps is None else mix_eps
-    dtype = population.batch_mean.dtype
-    task = Task(channel_dim, per_position, positions, eps, mix_eps, dim_scale, group, dtype)
     # The others know no mask, refuse an empty input, and a compiler does better with plain operators.
-    plain = mask is not None or x.shape[0] == 0 or torch.compiler.is_compiling()
-    kernels = None if plain else functional.kernels_for(x, x.shape[channel_dim], weight, bias, population.batch_mean)
+    plain = mask is not None or x.shape[0] == 0 or torch.compiler.is_compiling() or task.spec.groups is not None
+    features = x.shape[task.channel_dim]
+    kernels = None
+    if not plain:
+        kernels = functional.kernels_for(x, task.spec, features, weight, bias, population.batch_mean)
     y: Tensor
     if kernels is not None:
         y = kernels.synchronized.train(x, weight, bias, task, (population, momentum) if learning else None)
         return y
-    wide = torch.promote_types(x.dtype, dtype)
+    wide = torch.promote_types(x.dtype, task.dtype)
     gamma, beta = (None if p is None else p.to(wide) for p in (weight, bias))
     if plain:
         y, joined = _plain(x.to(wide), gamma, beta, mask, task)
     else:
         y, joined = _native(x.to(wide), gamma, beta, task)
     if learning:
-        population.update(joined.statistics, joined.m, joined.entries, None, positions, momentum)
+        population.update(
+            joined.statistics, joined.m, joined.entries, None, task.positions, momentum, joined.present
+        )
     y = y.to(x.dtype)
     return y.contiguous() if x.is_contiguous() else y
 
@@ -183,16 +181,34 @@ def _here(value: Tensor, positions: tuple[int, ...], rows: Tensor) -> Tensor:
     return value[: rows.shape[1]] if positions and rows.shape[1] < positions[0] else value
 
 
-def _sums(feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, m: int | Tensor, task: Task) -> Tensor:
-    """What ranks only have to add, ``(3, *positions)``: entries, the sums of feature means and variances.
+class _Sums(NamedTuple):
+    """What ranks only have to add."""
 
-    Pooled, samples stand behind; for each position they are the entries.
-    """
-    real, *samples = (
-        c.to(feature_var.dtype) if isinstance(c, Tensor) else feature_var.new_full(feature_var.shape, c)
-        for c in ((entries,) if task.per_position else (entries, m))
-    )
-    return torch.stack([fit(value, task.positions) for value in (real, feature_mean, feature_var, *samples)])
+    entries: Tensor
+    """For each position."""
+    feature_mean: Tensor
+    """Summed over samples: for each position, pooled over positions, or for each group."""
+    feature_var: Tensor
+    present: Tensor
+    """Samples with any real entry."""
+
+
+def _sums(
+    feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, present: int | Tensor, task: Task
+) -> _Sums:
+    """Sums of feature statistics and counts, as tensors at the positions statistics are kept for."""
+    at_positions = feature_mean.shape if task.spec.groups is None else task.positions
+    if isinstance(entries, Tensor):
+        entries = entries.to(feature_var.dtype)
+    else:
+        entries = feature_var.new_full(at_positions, entries)
+    if task.spec.groups is None:
+        feature_mean, feature_var = (fit(value, task.positions) for value in (feature_mean, feature_var))
+    if isinstance(present, Tensor):
+        present = present.to(feature_var.dtype)
+    else:
+        present = feature_var.new_full((), present)
+    return _Sums(fit(entries, task.positions), feature_mean, feature_var, present)
 
 
 def _exchange(collective: Any, *tensors: Tensor, group: ProcessGroup) -> None:
@@ -219,13 +235,19 @@ def gather(message: Tensor, group: ProcessGroup) -> Tensor:
     return gathered
 
 
-def _join(mean: Tensor, squares: Tensor, sums: Tensor, task: Task) -> tuple[Tensor, Tensor, Tensor]:
+def _join(mean: Tensor, squares: Tensor, sums: _Sums, task: Task) -> tuple[Tensor, Tensor, _Sums]:
     """Batch mean and variance over all ranks, and the ranks' sums: the collective of forward."""
-    message = torch.cat([value.reshape(-1) for value in (mean, squares, sums)])
-    parts = gather(message.to(task.dtype), task.group).to(message.dtype).view(-1, len(message))
-    means, centred, totals = parts.split_with_sizes([mean.numel(), mean.numel(), sums.numel()], 1)
-    means, centred, totals = means.view(-1, *mean.shape), centred.view(-1, *mean.shape), totals.view(-1, *sums.shape)
-    return *formula.combine(totals[:, 0, ..., None], means, centred), totals.sum(0)
+    # For each position samples are its entries: only groups need to know them as a whole.
+    parts = [mean, squares, *sums] if task.sends_samples else [mean, squares, *sums[:-1]]
+    message = torch.cat([value.reshape(-1) for value in parts])
+    gathered = gather(message.to(task.dtype), task.group).to(message.dtype).view(-1, len(message))
+    means, centred, *totals = (
+        value.view(-1, *part.shape)
+        for value, part in zip(gathered.split_with_sizes([p.numel() for p in parts], 1), parts, strict=True)
+    )
+    joined = formula.combine(torch, totals[0][..., None], means, centred)
+    added = [value.sum(0) for value in totals]
+    return *joined, _Sums(*added, *([] if task.sends_samples else [sums.present]))
 
 
 def add_up(message: Tensor, task: Task) -> Tensor:
@@ -245,19 +267,24 @@ def _number(count: Tensor) -> int | None:
     return least if least == most else None
 
 
-def _joined(mean: Tensor, var: Tensor, sums: Tensor) -> _Joined:
+def _joined(mean: Tensor, var: Tensor, sums: _Sums, task: Task) -> _Joined:
     """For the population, from what ``_join`` gave."""
-    entries, feature_mean, feature_var, *samples = sums.unbind()
-    m = samples[0] if samples else entries
+    m = sums.entries if task.spec.per_position else sums.present
     same = _number(m)
     divisor: int | Tensor
     if same is None:
-        counts: tuple[int | Tensor, int | Tensor] = m.long(), entries.long()
-        divisor, inverse_m = entries.clamp(min=1), 1 / m.clamp(min=1)
+        counts: tuple[int | Tensor, int | Tensor] = m.long(), sums.entries.long()
+        divisor, inverse_m = sums.entries.clamp(min=1), 1 / m.clamp(min=1)
     else:
-        counts = same, same if m.dim() else int(entries)
+        counts = same, same if m.dim() else int(sums.entries)
         divisor, inverse_m = functional.at_least_one(counts[1]), m.new_full(m.shape, 1 / max(same, 1))
-    return _Joined(Statistics(mean, var, feature_mean / divisor, feature_var / divisor, inverse_m), *counts)
+    present: int | Tensor = counts[0]
+    if task.spec.groups is not None:
+        number = _number(sums.present)
+        present = sums.present.long() if number is None else number
+        divisor = functional.at_least_one(present)
+    statistics = Statistics(mean, var, sums.feature_mean / divisor, sums.feature_var / divisor, inverse_m)
+    return _Joined(statistics, *counts, present)
 
 
 # ---- by plain operators
@@ -267,46 +294,50 @@ class _Join(torch.autograd.Function):
     """``_join``, differentiable: Chan's formula moves with a rank's mean and squares as below."""
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, squares: Tensor, sums: Tensor, task: Task) -> tuple[Tensor, Tensor, Tensor]:
-        joined_mean, joined_var, total = _join(mean, squares, sums, task)
+    def forward(ctx: Any, mean: Tensor, squares: Tensor, task: Task, *sums: Tensor) -> tuple[Tensor, ...]:
+        joined_mean, joined_var, total = _join(mean, squares, _Sums(*sums), task)
         ctx.task = task
-        ctx.save_for_backward(mean, sums[0, ..., None], joined_mean, total[0, ..., None])
-        ctx.mark_non_differentiable(total)
-        return joined_mean, joined_var, total
+        ctx.save_for_backward(mean, sums[0][..., None], joined_mean, total.entries[..., None])
+        ctx.mark_non_differentiable(*total)
+        return joined_mean, joined_var, *total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         mean, entries, joined_mean, total = ctx.saved_tensors
         message = add_up(-torch.stack([d_mean, 2 * d_var], -2), ctx.task)
         offset, slope = (message.to(mean.dtype) / -total.clamp(min=1)[..., None]).unbind(-2)
-        return entries * (offset + (mean - joined_mean) * slope), 0.5 * slope, None, None
+        nothing = [None] * (1 + len(_Sums._fields))
+        return entries * (offset + (mean - joined_mean) * slope), 0.5 * slope, *nothing
 
 
 def _plain(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, task: Task
 ) -> tuple[Tensor, _Joined]:
+    spec = task.spec
     rows = native.moved(x, task.channel_dim, -1)
     if mask is not None:
         rows = torch.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
-    own = functional.current(rows, mask, task.per_position)
-    m, entries = functional.count(rows.shape[:-1], mask, task.per_position)
-    over = 0 if task.per_position else tuple(range(rows.dim() - 1))
-    feature_mean, feature_var = (
-        (value if mask is None else torch.where(mask, value, 0)).sum(over)
-        for value in (own.feature_mean.detach(), own.feature_var.detach())
-    )
-    sums = _sums(feature_mean, feature_var, entries, m, task)
+    own = functional.current(rows, mask, spec)
+    _, entries = functional.count(rows.shape[:-1], mask, spec.per_position)
+    present, _ = functional.count(rows.shape[:-1], mask, False)
+    over: Any = 0 if spec.per_position or spec.groups is not None else tuple(range(rows.dim() - 1))
+    feature_mean, feature_var = own.feature_mean.detach(), own.feature_var.detach()
+    if mask is not None:
+        real = mask if spec.groups is None else functional.present(mask)[:, None]
+        feature_mean, feature_var = (torch.where(real, value, 0) for value in (feature_mean, feature_var))
+    sums = _sums(feature_mean.sum(over), feature_var.sum(over), entries, present, task)
     mean, var = (fit(value, task.positions) for value in (own.batch_mean, own.batch_var))
-    mean, var, total = _Join.apply(mean, var * sums[0, ..., None], sums, task)  # type: ignore[no-untyped-call]
-    joined = _joined(mean.detach(), var.detach(), total)
+    mean, var, *total = _Join.apply(mean, var * sums.entries[..., None], task, *sums)  # type: ignore[no-untyped-call]
+    joined = _joined(mean.detach(), var.detach(), _Sums(*total), task)
 
     mean, var, inverse_m = (_here(value, task.positions, rows) for value in (mean, var, joined.statistics.inverse_m))
     s = Statistics(mean, var, own.feature_mean, own.feature_var, inverse_m)
-    options = {"eps": task.eps, "mix_eps": task.mix_eps, "dim_scale": task.dim_scale}
-    y = formula.transform(rows, s, gamma, beta, **options)  # type: ignore[arg-type]
-    if mask is not None:
-        y = torch.where(mask[..., None], y, 0)
+    if spec.coefficients:
+        y = _coefficients.apply(rows, s, gamma, beta, mask, rows.dim() - 1, spec)
+    else:
+        y = formula.transform(rows, s, gamma, beta, spec=spec, xp=torch)
+        y = y if mask is None else torch.where(mask[..., None], y, 0)
     y = native.moved(y, -1, task.channel_dim)
     return y if len(y) else y.clone(), joined
 
@@ -329,34 +360,35 @@ class _Train(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, task: Task) -> tuple[Tensor, _Joined]:
         rows = native.moved(x, task.channel_dim, -1)
         n, d = rows.shape[0], rows.shape[-1]
-        columns = native.Columns(x, task.channel_dim, task.per_position)
+        spec = task.spec
+        columns = native.Columns(x, task.channel_dim, spec.per_position)
         seen = columns.of(x)
         own_mean, own_var = (columns.features_last(s) for s in torch.batch_norm_update_stats(seen, None, None, 0.0))
         # A scale makes it twice as fast on a CPU, and saves one further down.
-        y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), gamma, None, task.eps)
+        y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), gamma, None, spec.eps)
 
-        entries = n if task.per_position else rows.numel() // d
-        over = 0 if task.per_position else tuple(range(rows.dim() - 1))
-        feature_var = native.variance(feature_rstd, task.eps).squeeze(-1).sum(over)
+        entries = n if spec.per_position else rows.numel() // d
+        over = 0 if spec.per_position else tuple(range(rows.dim() - 1))
+        feature_var = native.variance(feature_rstd, spec.eps).squeeze(-1).sum(over)
         sums = _sums(feature_mean.squeeze(-1).sum(over), feature_var, entries, n, task)
         own_mean, squares = (fit(value, task.positions) for value in (own_mean, own_var * entries))
         joined_mean, joined_var, total = _join(own_mean, squares, sums, task)
 
-        joined = _joined(joined_mean, joined_var, total)
+        joined = _joined(joined_mean, joined_var, total, task)
         mean, var = (_here(value, task.positions, rows) for value in (joined_mean, joined_var))
         inverse_m: Any
         count: Any
         if isinstance(joined.m, Tensor):
             inverse_m = _here(joined.statistics.inverse_m, task.positions, rows)[..., None]
-            count = _here(total[0], task.positions, rows)[..., None].clamp(min=1)
+            count = _here(total.entries, task.positions, rows)[..., None].clamp(min=1)
         else:
             inverse_m, count = 1 / joined.m, joined.entries
-        w_B, w_F = formula.weights(inverse_m, task.mix_eps, d, task.dim_scale)
+        w_B, w_F = formula.weights(inverse_m, spec.mix_eps, d, spec.dim_scale)
         gamma_B = gamma * w_B
         y = columns.empty(x)  # no view of another tensor: those cannot be changed in place, as a ReLU behind may want
         torch.native_batch_norm(
             seen, columns.spread(gamma_B), columns.spread(beta), columns.spread(mean), columns.spread(var),
-            False, 0.0, task.eps, out=(columns.of(y), x.new_empty(0), x.new_empty(own_var.numel())),
+            False, 0.0, spec.eps, out=(columns.of(y), x.new_empty(0), x.new_empty(own_var.numel())),
         )  # fmt: skip
         y_rows = native.moved(y, task.channel_dim, -1)
         y_rows.addcmul_(y_F, w_F) if isinstance(w_F, Tensor) else y_rows.add_(y_F, alpha=w_F)
@@ -373,12 +405,12 @@ class _Train(torch.autograd.Function):
         w_B, w_F, count = ctx.numbers
         d = len(gamma)
         seen, dy_seen = columns.of(x), columns.of(dy)
-        r = (var + task.eps).rsqrt()
+        r = (var + task.spec.eps).rsqrt()
         scale = gamma_B * r
         around, rstd = columns.spread(mean), columns.spread(r)
         # On a CPU it reads the variance, on a GPU the inverse deviation; a scale must be there, but does not matter.
         _, dot, total = torch.ops.aten.native_batch_norm_backward.default(
-            dy_seen, seen, rstd, around, columns.spread(var), around, rstd, False, task.eps, [False, True, True]
+            dy_seen, seen, rstd, around, columns.spread(var), around, rstd, False, task.spec.eps, [False, True, True]
         )
         dot, total = columns.features_last(dot), columns.features_last(total)  # sums of dy * x_B, and of dy
 

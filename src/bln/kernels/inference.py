@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formula
+from .._autograd import differentiate
 from ..config import StatisticsConfig
 from ..formula import Statistics
 from ..functional import current
@@ -27,7 +28,6 @@ from .slabs import (
     choose,
     features_last,
     given,
-    gradients,
     on_its_device,
     options,
     transform,
@@ -111,7 +111,7 @@ class _Infer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, *_ = ctx.saved_tensors
-        return *gradients(_plain_inference, (x, gamma, beta), ctx, dy), *[None] * 6
+        return *differentiate(_plain_inference, (x, gamma, beta), ctx, dy), *[None] * 6
 
 
 def _unfused(chosen: launch.Launch) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import formula
+from .._spec import Spec
 from ..formula import Statistics
 from ..functional import at_least_one, count
 from . import choices, launch, tiles
@@ -209,25 +210,11 @@ def choose(
     return choices.training(given(slabs, itemsize, device, masked), backward=backward, hold=hold)
 
 
-def gradients(plain: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], ctx: Any, dy: Tensor) -> list[Any]:
-    """Gradients of ``plain(*tensors, *ctx.rest)`` for those that want one; differentiable again where that is asked."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        inputs = [t if t is None or again else t.detach().requires_grad_() for t in tensors]
-        y = plain(*inputs, *ctx.rest)
-        wanted = [t if want else None for t, want in zip(inputs, ctx.needs_input_grad, strict=False)]
-        given = [t for t in wanted if t is not None]
-        found = iter(torch.autograd.grad(y, given, dy.to(y.dtype), create_graph=again))
-    return [None if t is None else next(found) for t in wanted]
-
-
 def transform(
     rows: Tensor, statistics: Statistics, gamma: Tensor | None, beta: Tensor | None, numbers: Options
 ) -> Tensor:
     """Eqs 14-17 in operators."""
     gamma, beta = (None if parameter is None else parameter.float() for parameter in (gamma, beta))
-    dim_scale = numbers.scale != 1.0
-    y: Tensor = formula.transform(
-        rows, statistics, gamma, beta, eps=numbers.eps, mix_eps=numbers.mix_eps, dim_scale=dim_scale
-    )
+    spec = Spec(eps=numbers.eps, mix_eps=numbers.mix_eps, dim_scale=numbers.scale != 1.0)
+    y: Tensor = formula.transform(rows, statistics, gamma, beta, spec=spec)
     return y

@@ -180,13 +180,13 @@ def train(
     remember: tuple[Population, float | None] | None,
 ) -> Tensor:
     """Algorithm 1 of the samples of all ranks; with ``remember``, a population and its momentum learn of them."""
-    slabs = Slabs.of(x, task.channel_dim, task.per_position)
+    slabs = Slabs.of(x, task.channel_dim, task.spec.per_position)
     if slabs is None:
         rows = features_last(x, task.channel_dim)
         return as_it_came(
             train(rows, gamma, beta, task._replace(channel_dim=x.dim() - 1), remember), x, task.channel_dim
         )
-    numbers = options(slabs.c, task.eps, task.mix_eps, task.dim_scale, x.shape[0])
+    numbers = options(slabs.c, task.spec.eps, task.spec.mix_eps, task.spec.dim_scale, x.shape[0])
     y: Tensor = _Train.apply(x, gamma, beta, slabs, numbers, task, remember)  # type: ignore[no-untyped-call]
     return y
 
@@ -197,14 +197,14 @@ def _message(
     """The first sweep, and what this rank says of its samples."""
     p, c, known = 1 if slabs.pooled else slabs.p, slabs.c, task.known
     partials, parts = measure(x, statistics, None, slabs, numbers, chosen, most=chosen.blocks * chosen.splits)
-    if parts == 1 and task.per_position and not slabs.across and known == p:
+    if parts == 1 and task.spec.per_position and not slabs.across and known == p:
         return partials
     message = torch.empty(task.size(c), dtype=torch.float32, device=x.device)
     tall = min(256, launch.power_of_two(parts))
     block = 2048 // tall
     pack[(launch.cdiv(known * c, block),)](
         partials, message, p, c, known, parts, x.shape[0],
-        ACROSS=chosen.across, POOLED=not task.per_position, BS=tall, BLOCK=block, **chain(x.device).after,
+        ACROSS=chosen.across, POOLED=not task.spec.per_position, BS=tall, BLOCK=block, **chain(x.device).after,
     )  # fmt: skip
     return message
 
@@ -231,7 +231,7 @@ def _join_messages(
     programs = min(launch.cdiv(known, high), 2 * processors(messages.device))
     join[(programs,)](
         messages, joined, *(kept or (None,) * 7), ranks, p, c, known, 0.0 if momentum is None else momentum,
-        ACROSS=across, POOLED=not task.per_position, LEARN=remember is not None, AVERAGE=momentum is None,
+        ACROSS=across, POOLED=not task.spec.per_position, LEARN=remember is not None, AVERAGE=momentum is None,
         BS=tall, BP=high, BC=wide, BF=min(1024, launch.power_of_two(known)),
         num_warps=max(1, min(8, tall * high * wide // 256)),
     )  # fmt: skip

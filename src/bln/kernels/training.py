@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._autograd import differentiate
 from ..formula import Statistics
 from ..functional import current
 from . import backward, forward, launch, population, sharing
@@ -21,7 +22,6 @@ from .slabs import (
     chain,
     choose,
     features_last,
-    gradients,
     on_its_device,
     options,
     transform,
@@ -343,7 +343,7 @@ class _Train(torch.autograd.Function):
             return (None,) * 8
         x, gamma, beta, statistics = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives: through the plain formula
-            return *gradients(_plain, (x, gamma, beta), ctx, dy), *[None] * 5
+            return *differentiate(_plain, (x, gamma, beta), ctx, dy), *[None] * 5
         left, slabs, channel_dim, numbers = ctx.rest
         dx, rows = _backward(x, beside(dy, x, slabs, channel_dim), gamma, statistics, left, slabs, numbers)
         return dx, *gradients_of(rows, gamma, beta), *[None] * 5

@@ -1,0 +1,245 @@
+"""The grouped layer with pooled batch statistics in torch: ``y = a x + b``, one pair for each sample and feature.
+
+In plain operators for compilers and function transforms, and in few passes over memory for an eager CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import formula
+from ._autograd import differentiate
+from ._spec import Spec
+from .formula import Moments, Statistics
+
+_CHUNK = 2**18
+"""Values that are handled at a time: what one pass over them leaves in the cache, the next finds there."""
+
+
+def train(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec
+) -> tuple[Tensor, Statistics]:
+    """Normalize ``x``, float32 or float64, by its own statistics, and return them, detached."""
+    if mask is None and _plain_cpu(x):
+        y, *statistics = _Train.apply(x, gamma, beta, channel_dim, spec)  # type: ignore[no-untyped-call]
+        return y, Statistics(*statistics)
+    return _train(x, gamma, beta, mask, channel_dim, spec)
+
+
+def _train(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec
+) -> tuple[Tensor, Statistics]:
+    x = hide(x, mask, channel_dim)
+    s = statistics(measure(x, mask, channel_dim), spec)
+    y = apply(x, s, gamma, beta, mask, channel_dim, spec)
+    return y, Statistics(*(value.detach() for value in s))
+
+
+def statistics(moments: Moments, spec: Spec) -> Statistics:
+    """Eqs 10-13 of the grouped form, of a mini-batch with these moments."""
+    assert spec.groups is not None
+    m = len(moments.mean) if isinstance(moments.weight, float) else (moments.weight > 0).sum(0).squeeze(-1)
+    inverse_m = moments.mean.new_full((), 1 / m) if isinstance(m, int) else 1 / m.clamp(min=1).to(moments.mean.dtype)
+    weighted = moments
+    if isinstance(moments.weight, float):
+        weighted = moments._replace(weight=torch.full_like(moments.mean[..., :1], moments.weight))
+    return Statistics(
+        *formula.batch_statistics(torch, weighted), *feature_statistics(moments, spec.groups), inverse_m
+    )
+
+
+def feature_statistics(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
+    """Eqs 12, 13 over groups; a sample's bits do not depend on the others, though torch splits a lone row otherwise."""
+    lone = _plain_cpu(moments.mean) and len(moments.mean) == 1
+    if lone:
+        moments = Moments(torch.cat([moments.mean] * 2), torch.cat([moments.var] * 2), moments.weight)
+    mean, var = formula.feature_statistics(torch, moments, groups)
+    return (mean[:1], var[:1]) if lone else (mean, var)
+
+
+def apply(
+    x: Tensor,
+    s: Statistics,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    channel_dim: int,
+    spec: Spec,
+) -> Tensor:
+    """Eqs 14-17, or 22-25, of ``x``; hidden entries come out 0."""
+    a, b = (_beside(v, x, channel_dim) for v in formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec))
+    y: Tensor = a * x + b
+    return hide(y, mask, channel_dim)
+
+
+def hide(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
+    """0 at hidden entries: whatever stands there, NaN included, is gone."""
+    return x if mask is None else torch.where(mask.unsqueeze(channel_dim), x, 0)
+
+
+def _beside(value: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """``(N, C)`` or ``(C,)`` in a shape that meets ``x``."""
+    return value.reshape(*value.shape[:-1], *[1] * (channel_dim - 1), value.shape[-1], *[1] * (x.dim() - 1 - channel_dim))
+
+
+def measure(x: Tensor, mask: Tensor | None, channel_dim: int) -> Moments:
+    """Mean and variance over the positions of each sample and feature, ``(N, C)``; hidden entries of ``x`` are 0."""
+    over = tuple(at for at in range(1, x.dim()) if at != channel_dim)
+    if mask is not None:
+        real = mask.unsqueeze(channel_dim)
+        count = (real.sum(over) if over else real).to(x.dtype)
+        divisor = count.clamp(min=1)
+        mean = (x.sum(over) if over else x) / divisor
+        centred = torch.where(real, x - _beside(mean, x, channel_dim), 0).square()
+        return Moments(mean, (centred.sum(over) if over else centred) / divisor, count)
+    if not over:
+        return Moments(x, torch.zeros_like(x), 1.0)
+    if _plain_cpu(x) and not (x.requires_grad and torch.is_grad_enabled()):
+        # A sample must give the same bits whatever stands beside it, and torch may sum a lone one in another order.
+        lone = len(x) == 1
+        mean, var = _measure(_Rows(torch.cat([x, x]) if lone else x, channel_dim))
+        return Moments(mean[:1], var[:1], 1.0) if lone else Moments(mean, var, 1.0)
+    mean = x.mean(over)
+    return Moments(mean, (x - _beside(mean, x, channel_dim)).square().mean(over), 1.0)
+
+
+# ---- on a CPU, without a compiler
+
+
+def _plain_cpu(x: Tensor) -> bool:
+    """Whether ``x`` is an ordinary tensor in main memory, and nothing but autograd looks on."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and x.device.type == "cpu"
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+class _Rows:
+    """A tensor seen as ``(N, C, P)`` or ``(N, P, C)``, whichever lies so in memory, else as a copy."""
+
+    def __init__(self, x: Tensor, channel_dim: int) -> None:
+        n, c = x.shape[0], x.shape[channel_dim]
+        last = x.movedim(channel_dim, -1)
+        self.channels_first = not last.is_contiguous()
+        self.shape = (n, c, -1) if self.channels_first else (n, -1, c)
+        self.over = 2 if self.channels_first else 1
+        self.channel_dim = channel_dim
+        self.x = self.view(x)
+
+    def view(self, like: Tensor) -> Tensor:
+        """Another tensor of the shape of ``x``, seen and lying as it does."""
+        moved = like.movedim(self.channel_dim, 1 if self.channels_first else -1)
+        return moved.contiguous().view(self.shape)
+
+    def beside(self, value: Tensor) -> Tensor:
+        """``(N, C)`` in a shape that meets it."""
+        return value.unsqueeze(self.over)
+
+    def restore(self, y: Tensor, like: Tensor) -> Tensor:
+        """From rows to the shape of ``like``."""
+        shape = like.movedim(self.channel_dim, 1 if self.channels_first else -1).shape
+        return y.view(shape).movedim(1 if self.channels_first else -1, self.channel_dim)
+
+    def chunks(self) -> Iterator[slice]:
+        """Ranges of samples that fit in the cache."""
+        step = max(1, _CHUNK // max(1, self.x[0].numel()))
+        return (slice(start, start + step) for start in range(0, len(self.x), step))
+
+
+def _measure(rows: _Rows) -> tuple[Tensor, Tensor]:
+    """Mean and variance over positions, ``(N, C)``."""
+    x, over = rows.x, rows.over
+    mean = x.mean(over)
+    var = torch.empty_like(mean)
+    centred = None
+    for at in rows.chunks():
+        part = x[at]
+        centred = torch.empty_like(part) if centred is None else centred[: len(part)]
+        torch.sub(part, rows.beside(mean[at]), out=centred)
+        torch.mean(centred.square_(), over, out=var[at])
+    return mean, var
+
+
+class _Train(torch.autograd.Function):
+    """Keeps the input and the statistics for backward; a second derivative goes through plain operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec
+    ) -> tuple[Tensor, ...]:
+        rows = _Rows(x, channel_dim)
+        mean, var = _measure(rows) if x.dim() > 2 else (x, torch.zeros_like(x))
+        s = statistics(Moments(mean, var, 1.0), spec)
+        a, b = formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec)
+        y = rows.restore(_affine(rows, rows.x, a, b), x)
+        ctx.rest = channel_dim, spec
+        ctx.save_for_backward(x, gamma, beta, mean, a, *s)
+        ctx.mark_non_differentiable(*s)
+        return y, *s
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, gamma, beta, mean, a, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *differentiate(_plain, (x, gamma, beta), ctx, dy), None, None
+        channel_dim, spec = ctx.rest
+        rows = _Rows(x, channel_dim)
+        dy_rows = rows.view(dy)
+        sums, dots = _sums(rows, dy_rows, mean)
+        positions = math.prod(x.shape[1:]) // x.shape[channel_dim]
+        moments = Moments(mean, None, torch.full_like(mean[:, :1], positions))
+        scale = x.new_ones(()) if gamma is None else gamma
+        c1, c0, d_gamma, d_beta = formula.gradients(torch, Statistics(*saved), moments, sums, dots, scale, spec)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.empty_like(rows.x)
+            for at in rows.chunks():
+                _affine(rows, dy_rows[at], a[at], c0[at], out=dx[at]).addcmul_(rows.x[at], rows.beside(c1[at]))
+            dx = rows.restore(dx, x)
+        return dx, None if gamma is None else d_gamma, None if beta is None else d_beta, None, None
+
+
+def _plain(x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec) -> Tensor:
+    return _train(x, gamma, beta, None, channel_dim, spec)[0]
+
+
+def _affine(rows: _Rows, x: Tensor, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """``a x + b`` of some samples."""
+    out = torch.empty_like(x) if out is None else out
+    if not rows.channels_first:
+        return torch.addcmul(b.unsqueeze(1), x, a.unsqueeze(1), out=out)
+    # Batch norm with mean 0 and deviation 1: where a row has one pair, twice as fast as addcmul.
+    none, a, b = x.new_empty(0), a.reshape(-1), b.reshape(-1)
+    shape = 1, len(a), -1
+    zero, one = torch.zeros_like(a), torch.ones_like(a)
+    torch.native_batch_norm(
+        x.view(shape), a, b, zero, one, False, 0.0, 0.0, out=(out.view(shape), none, none.clone())
+    )
+    return out
+
+
+def _sums(rows: _Rows, dy: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over positions of ``dy`` and of ``dy * (x - mean)``, ``(N, C)``."""
+    if rows.channels_first:  # batch norm's derivative has both, in one pass
+        shape, flat = (1, mean.numel(), -1), mean.reshape(-1)
+        one = torch.ones_like(flat)
+        _, dots, sums = torch.ops.aten.native_batch_norm_backward.default(
+            dy.view(shape), rows.x.view(shape), one, flat, one, flat, one, False, 0.0, [False, True, True]
+        )
+        return sums.view(mean.shape), dots.view(mean.shape)
+    sums, dots = dy.sum(1), torch.empty_like(mean)
+    product = None
+    for at in rows.chunks():
+        part = rows.x[at]
+        product = torch.empty_like(part) if product is None else product[: len(part)]
+        torch.sub(part, rows.beside(mean[at]), out=product)
+        torch.sum(product.mul_(dy[at]), 1, out=dots[at])
+    return sums, dots

@@ -1,0 +1,72 @@
+"""What a layer computes, apart from tensors: the options that every path takes together."""
+
+from __future__ import annotations
+
+import math
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex
+
+
+class Spec(NamedTuple):
+    """The options of the equations, checked and with their defaults filled in.
+
+    >>> Spec.of(groups=8)
+    Spec(groups=8, per_position=False, eps=0.0001, mix_eps=0.0, dim_scale=False)
+    """
+
+    groups: int | None = None
+    """Feature statistics over this many groups of features and all positions; ``None`` over features, as published."""
+    per_position: bool = True
+    """Batch statistics for each position instead of pooled over positions."""
+    eps: float = 1e-4
+    mix_eps: float = 1e-4
+    dim_scale: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        groups: int | None = None,
+        per_position: bool | None = None,
+        eps: float = 1e-4,
+        mix_eps: float | None = None,
+        dim_scale: bool | None = None,
+    ) -> Spec:
+        """Check the options and fill in defaults: the paper's, or with ``groups`` those of the grouped form."""
+        published = groups is None
+        if groups is not None and (
+            isinstance(groups, bool) or not isinstance(groups, SupportsIndex) or index(groups) < 1
+        ):
+            raise ValueError(f"groups must be None (as published) or an integer of at least 1, got {groups!r}")
+        _check_eps(eps, mix_eps, published)
+        return cls(
+            None if groups is None else index(groups),
+            published if per_position is None else per_position,
+            eps,
+            (eps if published else 0.0) if mix_eps is None else mix_eps,
+            published if dim_scale is None else dim_scale,
+        )
+
+    @property
+    def coefficients(self) -> bool:
+        """Whether the layer is one affine map for each sample and feature."""
+        return self.groups is not None and not self.per_position
+
+    def check_features(self, num_features: int) -> None:
+        """Refuse groups that do not divide the features."""
+        if self.groups is not None and num_features % self.groups:
+            fitting = [g for g in range(1, num_features + 1) if num_features % g == 0]
+            nearest = sorted(fitting, key=lambda g: abs(g - self.groups))[:3]  # type: ignore[operator]
+            raise ValueError(
+                f"groups={self.groups} does not divide {num_features} features; try "
+                + " or ".join(f"groups={g}" for g in sorted(nearest))
+            )
+
+
+def _check_eps(eps: Any, mix_eps: Any, published: bool) -> None:
+    """Refuse values outside of what the equations allow."""
+    if not (isinstance(eps, int | float) and 0 < eps < math.inf):
+        raise ValueError(f"eps must be a positive number, got {eps!r}: it keeps a constant feature from 0/0")
+    if mix_eps is None and published and eps >= 1:
+        raise ValueError(f"mix_eps is eps unless given, and must be in [0, 1), got eps={eps!r}; give mix_eps=1e-4, say")
+    if mix_eps is not None and not (isinstance(mix_eps, int | float) and 0 <= mix_eps < 1):
+        raise ValueError(f"mix_eps must be None (the default) or in [0, 1), got {mix_eps!r}")

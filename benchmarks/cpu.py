@@ -53,8 +53,8 @@ def plain(layer: bln.BatchLayerNorm) -> Callable[[Tensor], Tensor]:
 
     def function(x: Tensor) -> Tensor:
         rows = x.movedim(layer.channel_dim, -1)
-        current = functional.current(rows, None, layer.per_position)
-        y = formula.transform(rows, current, layer.weight, layer.bias, eps=layer.eps, mix_eps=layer.eps)
+        current = functional.current(rows, None, layer.spec)
+        y = formula.transform(rows, current, layer.weight, layer.bias, spec=layer.spec, xp=torch)
         return y.movedim(-1, layer.channel_dim)
 
     return function

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import bln
 from bln import formula
+from bln._spec import Spec
 from bln.functional import current
 
 SHAPES = [  # samples, positions, features
@@ -79,7 +80,8 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.float().movedim(self.at, -1)
-        y = formula.transform(rows, current(rows, None, True), self.weight, self.bias, eps=1e-4, mix_eps=1e-4)
+        spec = Spec()
+        y = formula.transform(rows, current(rows, None, spec), self.weight, self.bias, spec=spec)
         return y.movedim(-1, self.at).to(x.dtype)
 
 

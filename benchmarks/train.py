@@ -42,8 +42,8 @@ class PlainBLN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         layer = self.layer
         rows = x.movedim(layer.channel_dim, -1)
-        current = functional.current(rows, None, True)
-        y = formula.transform(rows, current, layer.weight, layer.bias, eps=layer.eps, mix_eps=1e-4)
+        current = functional.current(rows, None, layer.spec)
+        y = formula.transform(rows, current, layer.weight, layer.bias, spec=layer.spec)
         with torch.no_grad():
             n = x.shape[0]
             layer.population.update(formula.Statistics(*current), n, n, None, tuple(rows.shape[1:-1]), None)

@@ -89,9 +89,7 @@ def normalize(
     return gamma * z + beta  # eq 17
 
 
-def train(
-    x, gamma=1.0, beta=0.0, *, mask=None, per_position=True, eps=1e-4, mix_eps=1e-4, dim_scale=True, groups=None
-):
+def train(x, gamma=1.0, beta=0.0, *, mask=None, per_position=True, eps=1e-4, mix_eps=1e-4, dim_scale=True, groups=None):
     """Algorithm 1."""
     x = np.asarray(x, np.float64)
     s = measure(x, mask, per_position, groups)
@@ -190,8 +188,11 @@ class Population:
                 f = m / self.var_samples[p] if momentum is None else max(momentum, 1 / self.var_updates[p])
                 self.var_B[p] += f * (s.var_B[p] * entries / (entries - 1) - self.var_B[p])
 
-    def infer(self, x, config, gamma=1.0, beta=0.0, *, mask=None, per_position=True, eps, mix_eps, dim_scale=True):
+    def infer(
+        self, x, config, gamma=1.0, beta=0.0, *, mask=None, per_position=True, eps, mix_eps, dim_scale=True, groups=None
+    ):
         """Algorithm 2: eqs 18-25."""
+        assert groups in (None, self.groups)
         x = np.asarray(x, np.float64)
         s = measure(x, mask, per_position, self.groups)
         if mask is not None:
@@ -203,7 +204,17 @@ class Population:
         var_F = self.var_F if Std_F else s.var_F + (s.mean_F - mean_F) ** 2  # eq 21
         inverse_m = np.where(self.updates > 0, self.inverse_m, 1 / np.maximum(s.m, 1))
         y = normalize(
-            x, mean_B, var_B, mean_F, var_F, inverse_m, gamma, beta, eps=eps, mix_eps=mix_eps, dim_scale=dim_scale,
+            x,
+            mean_B,
+            var_B,
+            mean_F,
+            var_F,
+            inverse_m,
+            gamma,
+            beta,
+            eps=eps,
+            mix_eps=mix_eps,
+            dim_scale=dim_scale,
             groups=self.groups,
         )
         return y if mask is None else np.where(np.asarray(mask)[..., None], y, 0.0)

@@ -28,7 +28,9 @@ def test_the_coefficient_form_and_its_derivative_are_those_of_the_equations(rng,
     spec = Spec(**options)
     moments = formula.Moments(*map(asarray, (x.mean(1), x.var(1), np.full((4, 1), 5.0))))
     s = Statistics(
-        *formula.batch_statistics(xp, moments), *formula.feature_statistics(xp, moments, groups), asarray(np.array(0.25))
+        *formula.batch_statistics(xp, moments),
+        *formula.feature_statistics(xp, moments, groups),
+        asarray(np.array(0.25)),
     )
     a, b = formula.coefficients(xp, s, asarray(gamma), asarray(beta), 6, spec)
     y = np.asarray(a)[:, None] * x + np.asarray(b)[:, None]

@@ -95,9 +95,8 @@ def random_population(case: Case):
 def test_inference_is_algorithm_2_in_every_configuration(case, config):
     population, statistics = random_population(case)
     y, used = call(case, population=statistics, config=config, return_statistics=True)
-    options = {name: value for name, value in case.options.items() if name != "groups"}  # the population knows them
     expected = population.infer(
-        case.rows, str(config), *case.affine, mask=case.numpy_mask, per_position=case.per_position, **options
+        case.rows, str(config), *case.affine, mask=case.numpy_mask, per_position=case.per_position, **case.options
     )
     # A population mean may be larger than the input: it is subtracted, so it counts among the inputs' sizes.
     values = np.append(case.rows.ravel(), [population.mean_B.max(), population.mean_F.max()])

@@ -587,9 +587,9 @@ def test_gradients_of_inputs_of_order_1e15_are_right(options, features):
     layer = BatchLayerNorm(features, **options)
     x = (torch.randn(8, features, 5, dtype=torch.float64) * 1e15).float()
     dy = torch.randn(8, features, 5)
-    ours, = torch.autograd.grad(layer(leaf := x.clone().requires_grad_()), leaf, dy)
+    (ours,) = torch.autograd.grad(layer(leaf := x.clone().requires_grad_()), leaf, dy)
     wide = x.double().requires_grad_()
-    theirs, = torch.autograd.grad(copy.deepcopy(layer).double()(wide), wide, dy.double())
+    (theirs,) = torch.autograd.grad(copy.deepcopy(layer).double()(wide), wide, dy.double())
     torch.testing.assert_close(ours.double() * 1e15, theirs * 1e15, rtol=1e-4, atol=1e-5)
 
 

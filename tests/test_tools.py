@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,12 @@ class TestCompile:
     @pytest.mark.parametrize("masked", [False, True])
     @pytest.mark.parametrize(
         "options",
-        [{}, {"per_position": False, "momentum": None}, {"channel_dim": -1, "momentum": None, "affine": False}],
-    )
+        [
+            {}, {"per_position": False, "momentum": None}, {"channel_dim": -1, "momentum": None, "affine": False},
+            {"groups": 2}, {"groups": 3, "channel_dim": -1, "momentum": None}, {"groups": 6, "per_position": True},
+        ],
+        ids=str,
+    )  # fmt: skip
     def test_training_whole_graph_equals_eager(self, options, masked):
         """The positions are learned inside the compiled call, and the statistics updated by it."""
         eager = BatchLayerNorm(6, **options)
@@ -56,8 +61,9 @@ class TestCompile:
         assert layer.population.position_shape == eager.population.position_shape
 
     @pytest.mark.parametrize("config", CONFIGS)
-    def test_inference_whole_graph_equals_eager(self, config):
-        layer = BatchLayerNorm(6, config=config)
+    @pytest.mark.parametrize("groups", [None, 2])
+    def test_inference_whole_graph_equals_eager(self, config, groups):
+        layer = BatchLayerNorm(6, groups=groups, config=config)
         layer(torch.randn(5, 6, 4))
         layer.eval()
         x = torch.randn(3, 6, 4)
@@ -72,8 +78,9 @@ class TestCompile:
             layer.config = config
             torch.testing.assert_close(compiled(x), layer(x), atol=1e-5, rtol=1e-5)
 
-    def test_dynamic_batch_and_length(self):
-        layer = BatchLayerNorm(6, position_shape=9)
+    @pytest.mark.parametrize("options", [{"position_shape": 9}, {"groups": 3}], ids=str)
+    def test_dynamic_batch_and_length(self, options):
+        layer = BatchLayerNorm(6, **options)
         eager = copy.deepcopy(layer)
         compiled = torch.compile(layer, fullgraph=True, dynamic=True)
         for n, length in ((5, 9), (4, 7), (8, 3)):
@@ -116,8 +123,10 @@ class TestCompile:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_updates_once(reentrant):
-    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), BatchLayerNorm(6), nn.Linear(6, 6), nn.Tanh(), BatchLayerNorm(6))
+@pytest.mark.parametrize("groups", [None, 2])
+def test_activation_checkpointing_updates_once(reentrant, groups):
+    first, second = (BatchLayerNorm(6, groups=groups) for _ in range(2))
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), first, nn.Linear(6, 6), nn.Tanh(), second)
     plain = copy.deepcopy(net)
     x = torch.randn(5, 6, requires_grad=True)
     twin = x.detach().clone().requires_grad_()
@@ -131,8 +140,9 @@ def test_activation_checkpointing_updates_once(reentrant):
 class TestExport:
     @pytest.mark.parametrize("config", CONFIGS)
     @pytest.mark.parametrize("per_position", [True, False])
-    def test_inference_is_exported_as_plain_operations(self, config, per_position):
-        layer = BatchLayerNorm(6, config=config, per_position=per_position)
+    @pytest.mark.parametrize("groups", [None, 2])
+    def test_inference_is_exported_as_plain_operations(self, config, per_position, groups):
+        layer = BatchLayerNorm(6, groups=groups, config=config, per_position=per_position)
         layer(torch.randn(5, 6, 4))
         layer.eval()
         batch = torch.export.Dim("batch")
@@ -154,8 +164,9 @@ class TestExport:
             x = torch.randn(4, length, 6)
             torch.testing.assert_close(program.module()(x), layer(x))
 
-    def test_training_is_exported_with_its_updates(self):
-        layer = BatchLayerNorm(6, position_shape=4)
+    @pytest.mark.parametrize("options", [{"position_shape": 4}, {"groups": 3}], ids=str)
+    def test_training_is_exported_with_its_updates(self, options):
+        layer = BatchLayerNorm(6, **options)
         eager = copy.deepcopy(layer)
         module = torch.export.export(layer, (torch.randn(3, 6, 4),)).module()
         x = torch.randn(3, 6, 4)
@@ -165,16 +176,18 @@ class TestExport:
 
 
 class TestFunctionTransforms:
-    def ensemble(self, training):
-        nets = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), BatchLayerNorm(5), nn.Linear(5, 2)) for _ in range(3)]
+    def ensemble(self, training, groups):
+        norms = [BatchLayerNorm(6, groups=groups) for _ in range(3)]
+        nets = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), norm, nn.Linear(6, 2)) for norm in norms]
         for net in nets:
             net(torch.randn(4, 6))
             net.train(training)
         return nets
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_vmap_over_stacked_models_trains_each_as_if_alone(self, training):
-        nets = self.ensemble(training)
+    @pytest.mark.parametrize("groups", [None, 2])
+    def test_vmap_over_stacked_models_trains_each_as_if_alone(self, training, groups):
+        nets = self.ensemble(training, groups)
         parameters, buffers = stack_module_state(nets)
         skeleton = copy.deepcopy(nets[0]).to("meta")
         x = torch.randn(3, 8, 6)
@@ -225,23 +238,31 @@ class TestFunctionTransforms:
         assert buffers["population.updates"].tolist() == [2] * 5
 
     @pytest.mark.parametrize("config", [None, "TTFF", "FFFF", "TFTF"])
-    def test_per_sample_batches_and_forward_mode(self, config):
-        layer = BatchLayerNorm(5, dtype=torch.float64, config=config or "TTFF", position_shape=3)
+    @pytest.mark.parametrize(
+        "options",
+        [{"position_shape": 3}, {"groups": 1}, {"groups": 5, "position_shape": 3, "per_position": True}],
+        ids=str,
+    )
+    def test_per_sample_batches_and_forward_mode(self, config, options):
+        layer = BatchLayerNorm(5, dtype=torch.float64, config=config or "TTFF", **options)
         layer(torch.randn(4, 5, 3, dtype=torch.float64))
         if config:
             layer.eval()
         x, v = torch.randn(2, 6, 5, 3, dtype=torch.float64)
-        function = bln.functional.batch_layer_norm if config is None else layer
+        function = layer
+        if config is None:
+            function = partial(bln.functional.batch_layer_norm, groups=layer.groups, per_position=layer.per_position)
         moved = (function(x + 1e-6 * v) - function(x - 1e-6 * v)) / 2e-6
         torch.testing.assert_close(jvp(function, (x,), (v,))[1], moved, atol=1e-7, rtol=1e-5)
         batches = torch.randn(3, 6, 5, 3, dtype=torch.float64)
         torch.testing.assert_close(vmap(function)(batches), torch.stack([function(batch) for batch in batches]))
 
-    def test_vmap_with_masks(self):
+    @pytest.mark.parametrize("groups", [None, 1, 5])
+    def test_vmap_with_masks(self, groups):
         x, mask = torch.randn(3, 6, 5, 4), torch.rand(3, 6, 4) < 0.7
         mask[:, 0] = True
-        together = vmap(lambda x, mask: bln.functional.batch_layer_norm(x, mask=mask))(x, mask)
-        alone = [bln.functional.batch_layer_norm(x[i], mask=mask[i]) for i in range(3)]
+        together = vmap(lambda x, mask: bln.functional.batch_layer_norm(x, mask=mask, groups=groups))(x, mask)
+        alone = [bln.functional.batch_layer_norm(x[i], mask=mask[i], groups=groups) for i in range(3)]
         torch.testing.assert_close(together, torch.stack(alone))
 
 

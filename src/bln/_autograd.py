@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-def differentiate(
-    plain: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], ctx: Any, dy: Tensor
-) -> list[Any]:
+def differentiate(plain: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], ctx: Any, dy: Tensor) -> list[Any]:
     """Gradients of ``plain(*tensors, *ctx.rest)`` for those that want one; differentiable again where that is asked."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():

@@ -43,19 +43,18 @@ def _train(
 def statistics(moments: Moments, spec: Spec) -> Statistics:
     """Eqs 10-13 of the grouped form, of a mini-batch with these moments."""
     assert spec.groups is not None
-    m = len(moments.mean) if isinstance(moments.weight, float) else (moments.weight > 0).sum(0).squeeze(-1)
-    inverse_m = moments.mean.new_full((), 1 / m) if isinstance(m, int) else 1 / m.clamp(min=1).to(moments.mean.dtype)
-    weighted = moments
-    if isinstance(moments.weight, float):
-        weighted = moments._replace(weight=torch.full_like(moments.mean[..., :1], moments.weight))
-    return Statistics(
-        *formula.batch_statistics(torch, weighted), *feature_statistics(moments, spec.groups), inverse_m
-    )
+    mean, weight = moments.mean, moments.weight
+    if weight is None:
+        weight, inverse_m = torch.ones_like(mean[..., :1]), mean.new_full((), 1 / mean.shape[0])
+    else:
+        inverse_m = 1 / (weight > 0).sum(0).squeeze(-1).clamp(min=1).to(mean.dtype)
+    weighted = Moments(mean, moments.var, weight)
+    return Statistics(*formula.batch_statistics(torch, weighted), *feature_statistics(moments, spec.groups), inverse_m)
 
 
 def feature_statistics(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
     """Eqs 12, 13 over groups; a sample's bits do not depend on the others, though torch splits a lone row otherwise."""
-    lone = _plain_cpu(moments.mean) and len(moments.mean) == 1
+    lone = _plain_cpu(moments.mean) and moments.mean.shape[0] == 1
     if lone:
         moments = Moments(torch.cat([moments.mean] * 2), torch.cat([moments.var] * 2), moments.weight)
     mean, var = formula.feature_statistics(torch, moments, groups)
@@ -84,7 +83,9 @@ def hide(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
 
 def _beside(value: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     """``(N, C)`` or ``(C,)`` in a shape that meets ``x``."""
-    return value.reshape(*value.shape[:-1], *[1] * (channel_dim - 1), value.shape[-1], *[1] * (x.dim() - 1 - channel_dim))
+    return value.reshape(
+        *value.shape[:-1], *[1] * (channel_dim - 1), value.shape[-1], *[1] * (x.dim() - 1 - channel_dim)
+    )
 
 
 def measure(x: Tensor, mask: Tensor | None, channel_dim: int) -> Moments:
@@ -98,14 +99,14 @@ def measure(x: Tensor, mask: Tensor | None, channel_dim: int) -> Moments:
         centred = torch.where(real, x - _beside(mean, x, channel_dim), 0).square()
         return Moments(mean, (centred.sum(over) if over else centred) / divisor, count)
     if not over:
-        return Moments(x, torch.zeros_like(x), 1.0)
+        return Moments(x, torch.zeros_like(x), None)
     if _plain_cpu(x) and not (x.requires_grad and torch.is_grad_enabled()):
         # A sample must give the same bits whatever stands beside it, and torch may sum a lone one in another order.
-        lone = len(x) == 1
+        lone = x.shape[0] == 1
         mean, var = _measure(_Rows(torch.cat([x, x]) if lone else x, channel_dim))
-        return Moments(mean[:1], var[:1], 1.0) if lone else Moments(mean, var, 1.0)
+        return Moments(mean[:1], var[:1], None) if lone else Moments(mean, var, None)
     mean = x.mean(over)
-    return Moments(mean, (x - _beside(mean, x, channel_dim)).square().mean(over), 1.0)
+    return Moments(mean, (x - _beside(mean, x, channel_dim)).square().mean(over), None)
 
 
 # ---- on a CPU, without a compiler
@@ -177,7 +178,7 @@ class _Train(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows = _Rows(x, channel_dim)
         mean, var = _measure(rows) if x.dim() > 2 else (x, torch.zeros_like(x))
-        s = statistics(Moments(mean, var, 1.0), spec)
+        s = statistics(Moments(mean, var, None), spec)
         a, b = formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec)
         y = rows.restore(_affine(rows, rows.x, a, b), x)
         ctx.rest = channel_dim, spec
@@ -220,9 +221,7 @@ def _affine(rows: _Rows, x: Tensor, a: Tensor, b: Tensor, out: Tensor | None = N
     none, a, b = x.new_empty(0), a.reshape(-1), b.reshape(-1)
     shape = 1, len(a), -1
     zero, one = torch.zeros_like(a), torch.ones_like(a)
-    torch.native_batch_norm(
-        x.view(shape), a, b, zero, one, False, 0.0, 0.0, out=(out.view(shape), none, none.clone())
-    )
+    torch.native_batch_norm(x.view(shape), a, b, zero, one, False, 0.0, 0.0, out=(out.view(shape), none, none.clone()))
     return out
 
 

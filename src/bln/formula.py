@@ -144,7 +144,7 @@ class Moments(NamedTuple):
     mean: Any
     var: Any
     weight: Any
-    """How much a sample counts: its real positions, ``(N, ..., 1)``; 1 for all where none is hidden."""
+    """How much a sample counts: its real positions, ``(N, ..., 1)``, or where none is hidden 1."""
 
 
 def spread(xp: Any, value: Any, d: int) -> Any:

@@ -191,9 +191,7 @@ class BatchLayerNorm(nn.Module):
             return x.clone()
         population = self.population
         m, entries = functional.count(shape, mask, self.per_position)
-        kernels = functional.kernels_for(
-            x, self.spec, self.num_features, self.weight, self.bias, population.batch_mean
-        )
+        kernels = functional.kernels_for(x, self.spec, self.num_features, self.weight, self.bias, population.batch_mean)
         if kernels is not None and not torch.compiler.is_compiling() and population.learned(positions, self.training):
             return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
 

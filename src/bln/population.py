@@ -94,7 +94,10 @@ class Population(nn.Module):
         values = Statistics(*(getattr(self, name) for name in STATISTICS))
         seen = self.updates[STATISTICS.index("inverse_m")] > 0
         if len(window) > 0:  # not "if window", of which a compiler makes a graph for each length
-            values, seen = Statistics(*map(self._at, STATISTICS, values, [window] * len(values))), seen[window]
+            features = values.feature_mean, values.feature_var
+            values, seen = Statistics(*(value[window] for value in values)), seen[window]
+            if self.groups is not None:  # those have no positions
+                values = values._replace(feature_mean=features[0], feature_var=features[1])
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 

@@ -146,9 +146,7 @@ def train(
     else:
         y, joined = _native(x.to(wide), gamma, beta, task)
     if learning:
-        population.update(
-            joined.statistics, joined.m, joined.entries, None, task.positions, momentum, joined.present
-        )
+        population.update(joined.statistics, joined.m, joined.entries, None, task.positions, momentum, joined.present)
     y = y.to(x.dtype)
     return y.contiguous() if x.is_contiguous() else y
 
@@ -193,9 +191,7 @@ class _Sums(NamedTuple):
     """Samples with any real entry."""
 
 
-def _sums(
-    feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, present: int | Tensor, task: Task
-) -> _Sums:
+def _sums(feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, present: int | Tensor, task: Task) -> _Sums:
     """Sums of feature statistics and counts, as tensors at the positions statistics are kept for."""
     at_positions = feature_mean.shape if task.spec.groups is None else task.positions
     if isinstance(entries, Tensor):

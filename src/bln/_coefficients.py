@@ -15,6 +15,7 @@ from torch import Tensor
 from . import formula
 from ._autograd import differentiate
 from ._spec import Spec
+from .config import StatisticsConfig
 from .formula import Moments, Statistics
 
 _CHUNK = 2**18
@@ -29,6 +30,25 @@ def train(
         y, *statistics = _Train.apply(x, gamma, beta, channel_dim, spec)  # type: ignore[no-untyped-call]
         return y, Statistics(*statistics)
     return _train(x, gamma, beta, mask, channel_dim, spec)
+
+
+def infer(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    channel_dim: int,
+    spec: Spec,
+    population: Statistics,
+    config: StatisticsConfig,
+) -> tuple[Tensor, Statistics]:
+    """Normalize ``x``, float32 or float64, by the statistics of a configuration, and return them, detached."""
+    x = hide(x, mask, channel_dim)
+    found = population
+    if config.uses_batch or config.uses_features:
+        found = formula.choose(config, statistics(measure(x, mask, channel_dim), spec), population)
+    y = apply(x, found, gamma, beta, mask, channel_dim, spec)
+    return y, Statistics(*(value.detach() for value in found))
 
 
 def _train(

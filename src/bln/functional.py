@@ -135,11 +135,22 @@ def normalize(
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     gamma, beta = (None if p is None else p.to(dtype) for p in (weight, bias))
 
-    kernels = kernels_for(x, spec, x.shape[channel_dim], weight, bias) if population is None else None
-    if kernels is not None and dtype == torch.float32:
+    kernels = None
+    if population is None and dtype == torch.float32:
+        kernels = kernels_for(x, spec, x.shape[channel_dim], weight, bias)
+    if kernels is not None and spec.groups is None:
         y, statistics = kernels.train(x, weight, bias, mask, channel_dim=channel_dim, **published(spec))
+    elif kernels is not None and spec.groups is not None and kernels.grouped.usable(x, channel_dim):
+        train = kernels.grouped.train_traced if torch.compiler.is_compiling() else kernels.grouped.train
+        y, *found = train(x, weight, bias, mask, channel_dim, spec)
+        statistics = kernels.grouped.statistics(*found, spec.groups)
     elif spec.coefficients:
-        y, statistics = _by_coefficients(x.to(dtype), gamma, beta, mask, channel_dim, spec, population, config)
+        tensors = x.to(dtype), gamma, beta, mask
+        if population is None:
+            y, statistics = _coefficients.train(*tensors, channel_dim, spec)
+        else:
+            config = StatisticsConfig.parse(config)
+            y, statistics = _coefficients.infer(*tensors, channel_dim, spec, population, config)
     elif population is None and mask is None and spec.groups is None:
         w_B, w_F = formula.weights(1 / x.shape[0], spec.mix_eps, x.shape[channel_dim], spec.dim_scale)
         y, statistics = native.train(
@@ -166,28 +177,6 @@ def normalize(
     return y, statistics
 
 
-def _by_coefficients(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    channel_dim: int,
-    spec: Spec,
-    population: Statistics | None,
-    config: StatisticsConfig | str,
-) -> tuple[Tensor, Statistics]:
-    """The grouped layer with pooled batch statistics."""
-    if population is None:
-        return _coefficients.train(x, gamma, beta, mask, channel_dim, spec)
-    config, found = StatisticsConfig.parse(config), population
-    x = _coefficients.hide(x, mask, channel_dim)
-    if config.uses_batch or config.uses_features:
-        own = _coefficients.statistics(_coefficients.measure(x, mask, channel_dim), spec)
-        found = formula.choose(config, own, population)
-    y = _coefficients.apply(x, found, gamma, beta, mask, channel_dim, spec)
-    return y, Statistics(*(value.detach() for value in found))
-
-
 def published(spec: Spec) -> dict[str, Any]:
     """The options that the kernels of the published form take."""
     options = spec._asdict()
@@ -196,8 +185,8 @@ def published(spec: Spec) -> dict[str, Any]:
 
 
 def kernels_for(x: Tensor, spec: Spec, features: int, *others: Tensor | None) -> ModuleType | None:
-    """The Triton kernels of the published form, where these tensors can use them."""
-    if spec.groups is not None or not (_on_gpu(x) and _has_triton()):
+    """The Triton kernels, where these tensors can use them."""
+    if (spec.groups is not None and spec.per_position) or not (_on_gpu(x) and _has_triton()):
         return None
     from . import kernels
 

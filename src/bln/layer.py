@@ -192,7 +192,11 @@ class BatchLayerNorm(nn.Module):
         population = self.population
         m, entries = functional.count(shape, mask, self.per_position)
         kernels = functional.kernels_for(x, self.spec, self.num_features, self.weight, self.bias, population.batch_mean)
-        if kernels is not None and not torch.compiler.is_compiling() and population.learned(positions, self.training):
+        if self.groups is not None:
+            if kernels is not None and kernels.grouped.usable(x, channel_dim):
+                if self.training or not torch.compiler.is_compiling():
+                    return self._grouped(kernels.grouped, x, mask, channel_dim)
+        elif kernels is not None and not torch.compiler.is_compiling() and population.learned(positions, self.training):
             return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
 
         y, statistics = functional.normalize(
@@ -208,6 +212,18 @@ class BatchLayerNorm(nn.Module):
         )
         if self.training and not _recomputing():
             population.update(statistics, m, entries, mask, positions, self.momentum)
+        return y
+
+    def _grouped(self, kernels: Any, x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
+        """The grouped layer on a GPU."""
+        tensors = x, self.weight, self.bias, mask
+        y: Tensor
+        if not self.training:
+            y = kernels.infer(*tensors, channel_dim, self.spec, self.population, self.config)
+            return y
+        remember = None if _recomputing() else (self.population, self.momentum)
+        train = kernels.train_traced if torch.compiler.is_compiling() else kernels.train
+        y, *_ = train(*tensors, channel_dim, self.spec, remember)
         return y
 
     def _by_kernels(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import launch, synchronized
+from . import grouped, launch, synchronized
 from .inference import infer
 from .training import train
 
-__all__ = ["infer", "synchronized", "train", "usable"]
+__all__ = ["grouped", "infer", "synchronized", "train", "usable"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = (Tensor, Parameter)

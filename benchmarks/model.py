@@ -1,0 +1,269 @@
+"""Training steps of whole nets, with each norm: what a user feels.
+
+    python benchmarks/model.py                                  # small nets, on whatever there is
+    python benchmarks/model.py --nets resnet50 --batch 128 32 --modes eager graph compiled reduce-overhead
+
+Inputs are random and change from step to step. A row has the time of a step (back to back, as in a training loop), the
+host's part of it (until the last launch is enqueued), images a second and the peak of memory. ``graph`` replays the eager
+step as one CUDA graph, so it is the GPU's time alone. Variants are interleaved, figures are medians, and the ratio is
+to BatchNorm in the same mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bln
+
+# ---- norms
+
+
+class FeaturesLast(nn.LayerNorm):
+    """Layer normalization over the features of NCHW."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "bn": nn.BatchNorm2d,
+    "gn": lambda c: nn.GroupNorm(min(32, c), c),
+    "ln": FeaturesLast,
+    "bln grouped": lambda c: bln.BatchLayerNorm(c, groups=8),
+    "bln pooled": lambda c: bln.BatchLayerNorm(c, per_position=False, dim_scale=False),
+    "bln published": bln.BatchLayerNorm,
+}
+
+# ---- nets
+
+
+class Bottleneck(nn.Module):
+    """A block of ResNet-50: 1x1, 3x3 and 1x1 convolutions and a shortcut."""
+
+    def __init__(self, inside: int, width: int, stride: int, norm: Any, expansion: int = 4) -> None:
+        super().__init__()
+        out = expansion * width
+        kernels = (1, 3, 1) if expansion == 4 else (3, 3)
+        widths = (inside, *[width] * (len(kernels) - 1), out)
+        strides = (1, stride, 1) if expansion == 4 else (stride, 1)
+        self.convs = nn.ModuleList(
+            nn.Conv2d(a, b, k, s, k // 2, bias=False)
+            for a, b, k, s in zip(widths, widths[1:], kernels, strides, strict=False)
+        )
+        self.norms = nn.ModuleList(norm(b) for b in widths[1:])
+        self.shortcut = None
+        if stride > 1 or inside != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), norm(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = x if self.shortcut is None else self.shortcut(x)
+        *firsts, last = zip(self.convs, self.norms, strict=True)
+        for conv, norm in firsts:
+            x = F.relu(norm(conv(x)))
+        return F.relu(last[1](last[0](x)) + beside)
+
+
+def resnet(norm: Any, blocks: tuple[int, ...], expansion: int, classes: int = 1000) -> nn.Module:
+    """The standard residual net for images of 224 pixels."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    inside = 64
+    for stage, count in enumerate(blocks):
+        for at in range(count):
+            layers.append(Bottleneck(inside, 64 * 2**stage, 2 if stage and not at else 1, norm, expansion))
+            inside = expansion * 64 * 2**stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, classes))
+
+
+class ConvNextBlock(nn.Module):
+    """Depthwise convolution, norm, and two dense layers on each position."""
+
+    def __init__(self, width: int, norm: Any) -> None:
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), norm(width)
+        self.up, self.down = nn.Conv2d(width, 4 * width, 1), nn.Conv2d(4 * width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(self.depthwise(x)))))
+
+
+def convnext(norm: Any, width: int = 192, depth: int = 9) -> nn.Module:
+    """A stack of ConvNeXt blocks on patches."""
+    blocks = [ConvNextBlock(width, norm) for _ in range(depth)]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000))
+    return nn.Sequential(nn.Conv2d(3, width, 8, 8), *blocks, head)
+
+
+def lenet(norm: Any) -> nn.Module:
+    """The paper's convolutional net: the norms behind the nonlinearities."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), norm(6),
+        nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), norm(16), nn.Flatten(),
+        nn.Linear(576, 120), nn.Tanh(), nn.Linear(120, 10),
+    )  # fmt: skip
+
+
+NETS: dict[str, tuple[Callable[[Any], nn.Module], int]] = {
+    "resnet50": (partial(resnet, blocks=(3, 4, 6, 3), expansion=4), 224),
+    "resnet18": (partial(resnet, blocks=(2, 2, 2, 2), expansion=1), 224),
+    "resnet18-small": (partial(resnet, blocks=(2, 2, 2, 2), expansion=1), 64),
+    "convnext": (convnext, 224),
+    "lenet": (lenet, 32),
+}
+
+# ---- measuring
+
+
+class Step:
+    """A training step of one variant."""
+
+    def __init__(self, net: str, norm: str, mode: str, batch: int, dtype: torch.dtype, last: bool, device: str) -> None:
+        make, size = NETS[net]
+        torch.manual_seed(0)
+        self.device, self.dtype, self.batch, self.mode = device, dtype, batch, mode
+        layout = torch.channels_last if last else torch.contiguous_format
+        self.model = make(NORMS[norm]).to(device).to(memory_format=layout)
+        classes = [m for m in self.model.modules() if isinstance(m, nn.Linear)][-1].out_features
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.inputs = [torch.randn(batch, 3, size, size, device=device).to(memory_format=layout) for _ in range(3)]
+        self.targets = torch.randint(classes, (batch,), device=device)
+        self.count = 0
+        compiled = {"compiled": {}, "reduce-overhead": {"mode": "reduce-overhead"}}.get(mode)
+        self.call = self.model if compiled is None else torch.compile(self.model, **compiled)
+        self.graph: Any = None
+        if mode == "graph":
+            self._capture()
+
+    def _run(self, x: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=self.mode != "graph")
+        with torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32):
+            loss = F.cross_entropy(self.call(x), self.targets)
+        loss.backward()
+        self.optimizer.step()
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._run(self.inputs[0])
+        torch.cuda.current_stream().wait_stream(stream)
+        self.static = self.inputs[0].clone(memory_format=torch.preserve_format)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._run(self.static)
+
+    def __call__(self) -> None:
+        self.count += 1
+        x = self.inputs[self.count % 3]
+        if self.graph is None:
+            self._run(x)
+        else:
+            self.static.copy_(x)
+            self.graph.replay()
+
+    def sync(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def times(step: Step, count: int) -> tuple[float, float]:
+    """Seconds of a step back to back, and of the host's part of one."""
+    step.sync()
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    step.sync()
+    whole = (time.perf_counter() - start) / count
+    start = time.perf_counter()
+    step()
+    host = time.perf_counter() - start
+    step.sync()
+    return whole, host
+
+
+def measure(options: argparse.Namespace, net: str, batch: int, dtype: torch.dtype, last: bool) -> list[dict[str, Any]]:
+    """A row for each norm and mode."""
+    rows = []
+    for mode in options.modes:
+        steps: dict[str, Step] = {}
+        peaks = {}
+        for norm in options.norms:
+            if options.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            try:
+                step = Step(net, norm, mode, batch, dtype, last, options.device)
+                for _ in range(4):
+                    step()
+            except Exception as error:
+                print(f"{net}, {norm}, {mode}: {type(error).__name__}: {error}", file=sys.stderr)
+                continue
+            step.sync()
+            peaks[norm] = (torch.cuda.max_memory_allocated() - before) / 2**20 if options.device == "cuda" else 0.0
+            steps[norm] = step
+        found: dict[str, list[tuple[float, float]]] = {norm: [] for norm in steps}
+        for _ in range(options.repeats):  # interleaved, so that all see the machine in the same states
+            for norm, step in steps.items():
+                found[norm].append(times(step, options.steps))
+        medians = {norm: [statistics.median(v) for v in zip(*values, strict=True)] for norm, values in found.items()}
+        for norm, (whole, host) in medians.items():
+            reference = medians.get("bn", (whole, host))[0]
+            rows.append(
+                {
+                    "net": net, "batch": batch, "type": str(dtype).removeprefix("torch."),
+                    "layout": "last" if last else "NCHW", "mode": mode, "norm": norm, "ms": round(1e3 * whole, 3),
+                    "ratio": round(whole / reference, 3), "host ms": round(1e3 * host, 3),
+                    "images/s": round(batch / whole), "peak MiB": round(peaks[norm]),
+                }
+            )  # fmt: skip
+            print(" ".join(f"{value!s:>9}" for value in rows[-1].values()), flush=True)
+        del steps
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.compiler.reset()
+    return rows
+
+
+def main() -> None:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=["resnet50"] if gpu else ["resnet18-small"])
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=["bn", "gn", "bln grouped"])
+    parser.add_argument("--modes", nargs="+", default=["eager", "graph"] if gpu else ["eager"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[128, 32] if gpu else [16])
+    parser.add_argument("--types", nargs="+", default=["bfloat16"] if gpu else ["float32"])
+    parser.add_argument("--layouts", nargs="+", choices=["last", "NCHW"], default=["last"] if gpu else ["NCHW"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10 if gpu else 2)
+    parser.add_argument("--device", default="cuda" if gpu else "cpu")
+    parser.add_argument("--out", type=Path, help="a CSV file for the rows")
+    options = parser.parse_args()
+    rows = [
+        row
+        for net in options.nets
+        for dtype in options.types
+        for layout in options.layouts
+        for batch in options.batch
+        for row in measure(options, net, batch, getattr(torch, dtype), layout == "last")
+    ]
+    if options.out is not None and rows:
+        with options.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

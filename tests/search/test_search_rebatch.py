@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from search_nets import CONFIGS, ROUNDING, Residual, brute_force, data, deep, dense, trained
+from search_nets import CONFIGS, ROUNDING, Residual, brute_force, copies, data, deep, dense, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,12 +45,12 @@ def test_arrangements_equal_the_long_way(make):
 
 @pytest.mark.parametrize("make", [dense, Residual])
 def test_single_samples_run_together(make):
-    model, rows = trained(make(), TRAIN), []
+    model, made = trained(make(), TRAIN), []
     last = list(model.modules())[-1]
-    last.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    last.register_forward_hook(lambda module, args, output: made.append((len(output), copies(output))))
     bln.search(model, BATCHES, loss=F.cross_entropy, rebatch=True)
-    assert rows.count(1) == 4 * 16  # the samples by which that is tried
-    assert rows[-3:] == [16 * 7, 16 * 7, 16 * 4]
+    assert made.count((1, 1)) == 4 * 16  # the samples by which that is tried
+    assert made[-3:] == [(1, 16 * 7), (1, 16 * 7), (1, 16 * 4)]
 
 
 def test_population_batch_statistics_do_not_move():
@@ -71,7 +71,7 @@ def test_arrangements_of_a_model_that_couples_samples_otherwise():
     model[6].register_forward_hook(lambda module, args, out: out)
     loss = lambda outputs, targets: F.cross_entropy(outputs[: len(targets)], targets)  # noqa: E731
     result = bln.search(model, BATCHES, loss=loss, rebatch=True)
-    assert result.mode == "separate"
+    assert result.mode == "together"
     x, targets = joined(BATCHES)
     singles = batched(x, targets, torch.arange(18), 1)
     for row in result:

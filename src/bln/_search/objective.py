@@ -13,7 +13,7 @@ from ..progress import track
 from ..ranks import Ranks
 from .arrange import Arrangement
 from .evaluate import Evaluator
-from .groups import Assignment
+from .vectorized import Assignment
 from .result import Row
 from .scores import Score, Tally
 

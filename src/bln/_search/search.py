@@ -20,7 +20,7 @@ from ..ranks import Ranks
 from .arrange import arrangements_on
 from .descent import descend
 from .evaluate import Evaluator
-from .groups import Assignment
+from .vectorized import Assignment
 from .objective import Objective
 from .result import SearchResult, ranked
 from .scores import Function, Measure, Metrics, Tally
@@ -213,13 +213,8 @@ def _result(objective: Objective, tally: Tally, robust: bool, notes: Sequence[st
             f"{len(objective.shared)} copies of a batch did not fit in memory: {evaluator.width} configurations ran "
             "together. Samples were not split, since they share statistics."
         )
-    if evaluator.mode == "separate" and not evaluator.slower:
-        said.append(
-            "The configurations ran separately, since together they gave other outputs: something else in the model "
-            "depends on the batch."
-        )
-    if evaluator.slower:
-        said.append("Configurations ran separately where together they were no faster on the first batches.")
+    if evaluator.mode == "separate":
+        said.append(f"The configurations ran separately, since the model does not run them together: {evaluator.why}.")
     if objective.arrangements and not any(a.name == "sorted" for a in objective.arrangements):
         said.append("Not sorted by label: targets do not hold one value for each sample.")
     if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:

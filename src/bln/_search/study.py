@@ -13,7 +13,7 @@ from typing import Any
 from ..config import StatisticsConfig
 from ..progress import track
 from .descent import Costs
-from .groups import Assignment
+from .vectorized import Assignment
 
 _CHOICES = [str(config) for config in StatisticsConfig.all()]
 _LARGEST_GRID = 4

@@ -249,6 +249,28 @@ def test_calibration_of_a_net_that_knows_no_positions_yet():
     assert not math.isnan(result.best.loss)
 
 
+@pytest.mark.parametrize(
+    ("other", "keeps"),
+    [
+        (lambda: bln.BatchLayerNorm(3, position_shape=(5, 4)), r"\(5, 4, 3\)"),
+        (lambda: bln.BatchLayerNorm(3, per_position=False), r"\(3,\)"),
+        (lambda: bln.BatchLayerNorm(4), r"\(4,\)"),
+    ],
+)
+def test_apply_refuses_calibrated_statistics_of_another_shape_and_changes_nothing(other, keeps):
+    first = lambda: bln.BatchLayerNorm(2)  # noqa: E731
+    model = nn.Sequential(first(), nn.Conv2d(2, 3, 3), bln.BatchLayerNorm(3), nn.Flatten(), nn.Linear(48, 3)).double()
+    images = data((7, 7), (2, 6, 6), seed=1)
+    result = bln.search(model, data((7, 5), (2, 6, 6)), loss=F.cross_entropy, calibrate=images)
+    unlike = nn.Sequential(first(), nn.Identity(), other()).double()
+    before = copy.deepcopy(unlike.state_dict())
+    message = rf"layer '2' keeps statistics of shape {keeps}, but the search calibrated \(4, 4, 3\).*bln\.calibrate it"
+    with pytest.raises(ValueError, match=message):
+        result.apply(unlike, "FFFF")
+    after = unlike.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 class WithTable(nn.Module):
     """The first argument holds no samples."""
 

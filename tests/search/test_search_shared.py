@@ -4,7 +4,20 @@ import math
 
 import pytest
 import torch
-from search_nets import CONFIGS, ROUNDING, Masked, Residual, brute_force, conv, copies, data, deep, dense, lenet, trained
+from search_nets import (
+    CONFIGS,
+    ROUNDING,
+    Masked,
+    Residual,
+    brute_force,
+    conv,
+    copies,
+    data,
+    deep,
+    dense,
+    lenet,
+    trained,
+)
 from torch import nn
 from torch.nn import functional as F
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -126,11 +126,17 @@ class Evaluator:
         if self._step is not None:
             return batch
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
-            kind = type(batch).__name__
-            what = f"{kind} of {len(batch)}" if isinstance(batch, tuple | list | dict) else kind
+            what, step = type(batch).__name__, "(model(batch), targets)"
+            if isinstance(batch, Mapping):
+                what += f" with {', '.join(map(repr, batch))}"
+                step = "(model(batch['inputs']), batch['labels'])"
+            elif isinstance(batch, tuple | list):
+                what += f" of {len(batch)}"
+                step = "(model(*batch[:-1]), batch[-1])"
             raise ValueError(
                 f"expected batches of (inputs, targets), got a {what}; inputs may be a tensor, a tuple or a dict. For "
-                "other batches pass step=, a function step(model, batch) that returns (outputs, targets)"
+                "other batches pass step=, a function step(model, batch) that returns (outputs, targets), such as "
+                f"step=lambda model, batch: {step}"
             )
         return models.to_device(batch, self._device)
 

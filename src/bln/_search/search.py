@@ -20,11 +20,11 @@ from ..ranks import Ranks
 from .arrange import arrangements_on
 from .descent import descend
 from .evaluate import Evaluator
-from .vectorized import Assignment
 from .objective import Objective
 from .result import SearchResult, ranked
 from .scores import Function, Measure, Metrics, Tally
 from .study import explore
+from .vectorized import Assignment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,6 +104,7 @@ def search(
     """
     found = models.required_layers(model)
     measure = Measure(loss, metrics)
+    models.check_batches(batches)
     _check(per_layer, sampler, storage, trials)
     _warn_of_leak(batches, calibrate)
     rebatch = rebatch or robust

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -59,14 +60,15 @@ def together(
 
     def run(*rows: Tensor) -> Any:
         forwards: dict[nn.Module, Callable[..., Any]] = {
-            layer: partial(_normalize, layer, Switches(*row.unbind())) for layer, row in zip(changing, rows, strict=True)
+            layer: partial(_normalize, layer, Switches(*row.unbind()))
+            for layer, row in zip(changing, rows, strict=True)
         }
         with _replaced(forwards | recurrent.forwards(model)):
             return function()
 
     with assigned(layers, assignments[0]):
         stacked = _vectorized(run, tables)
-    return [pytree.tree_map_only(Tensor, lambda leaf, at=at: leaf[at], stacked) for at in range(len(assignments))]
+    return [pytree.tree_map_only(Tensor, itemgetter(at), stacked) for at in range(len(assignments))]
 
 
 def one_at_a_time(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -109,10 +111,10 @@ def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             module.forward = forward
         yield
     finally:
-        for module, forward in before.items():
+        for module, own in before.items():
             module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
+            if own is not None:
+                module.__dict__["forward"] = own
 
 
 def _normalize(layer: BatchLayerNorm, switches: Switches, x: Tensor, mask: Tensor | None = None) -> Tensor:

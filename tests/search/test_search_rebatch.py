@@ -53,6 +53,45 @@ def test_single_samples_run_together(make):
     assert made[-3:] == [(1, 16 * 7), (1, 16 * 7), (1, 16 * 4)]
 
 
+class LooksAtItsInput(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > -1e9 else -x
+
+
+def test_single_samples_that_cannot_run_together_leave_whole_batches_together():
+    model = trained(nn.Sequential(LooksAtItsInput(), *dense()), TRAIN)  # its input is the same for all configurations
+    result = bln.search(model, BATCHES, loss=F.cross_entropy, rebatch=True)
+    assert result.mode == "together"
+    assert any(note.startswith("Single samples ran separately") for note in result.notes)
+    x, targets = joined(BATCHES)
+    singles = batched(x, targets, torch.arange(18), 1)
+    for row in result:
+        expected = brute_force(model, singles, [str(row.config)] * 2)
+        assert row.rebatched["single"].loss == pytest.approx(expected, rel=ROUNDING)
+
+
+class Attention(nn.Module):
+    """An operator of which torch.vmap makes one call for each copy, and warns."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = bln.BatchLayerNorm(8, channel_dim=-1), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.head(self.attention(y, y, y, need_weights=False)[0].mean(1))
+
+
+def test_operators_without_a_batching_rule_give_no_warning():
+    model = trained(Attention(), data((9, 9), (5, 8), seed=1))
+    batches = data((7, 4), (5, 8), shift=0.3)
+    result = bln.search(model, batches, loss=F.cross_entropy)
+    assert result.mode == "together"
+    for row in result:
+        assert row.loss == pytest.approx(brute_force(model, batches, [str(row.config)]), rel=ROUNDING)
+
+
 def test_population_batch_statistics_do_not_move():
     result = bln.search(trained(dense(), TRAIN), BATCHES, loss=F.cross_entropy, rebatch=True)
     for row in result:

@@ -37,8 +37,7 @@ class Evaluator:
         step: ``step(model, batch) -> (outputs, targets)``, or ``None`` for batches of ``(inputs, targets)``.
 
     Attributes:
-        mode: ``together``, ``separate``, or ``idle`` before the first mini-batch.
-        why: Why assignments run separately.
+        why: Why assignments run separately: whole mini-batches (``False``), or single samples (``True``).
         width: How many assignments fit in memory together, once more did not.
     """
 
@@ -52,13 +51,17 @@ class Evaluator:
         self.model = model
         self.layers = layers
         self.measure = measure
-        self.mode = "idle"
-        self.why = ""
+        self.why: dict[bool, str] = {}
         self.width: int | None = None
         self._step = step
         self._device = next(chain(model.parameters(), model.buffers())).device
-        self._tried: set[bool] = set()  # with whole mini-batches, with single samples
+        self._tried: set[bool] = set()  # whole mini-batches, single samples
         self._numbers = [0] * len(layers)  # in the largest input of each layer, in the first mini-batch
+
+    @property
+    def mode(self) -> str:
+        """How whole mini-batches run: ``together`` or ``separate``; a rank without any is ``idle``."""
+        return "idle" if not self._tried else "separate" if False in self.why else "together"
 
     def __call__(self, batch: Any, assignments: Sequence[Assignment], *, single: bool = False) -> tuple[Tensor, int]:
         """Scores ``(assignments, 1 + metrics)`` on a mini-batch, and its samples.
@@ -71,16 +74,16 @@ class Evaluator:
         batch = self._prepared(batch)
         if len(assignments) == 1 and not single:
             return self._separate_scores(batch, assignments, single)
-        if single not in self._tried and self.mode != "separate":
+        if single not in self._tried and not self.why:
             self._tried.add(single)
             scores = self._try(first(batch, _PROBES) if single else batch, assignments, single)
             if not single:
                 return scores
-        if self.mode == "together":
+        if not self.why.keys() & {False, single}:
             try:
                 results = list(self._together(batch, assignments, single))
             except Exception as error:  # whatever the model cannot do vectorized, it can do without
-                self._give_up(error)
+                self.why[single] = _headline(error)
             else:
                 return self._scores(results, batch)
         return self._separate_scores(batch, assignments, single)
@@ -89,21 +92,16 @@ class Evaluator:
         """Scores of separate evaluations; run together from here on if that gives the same losses."""
         with self._counted():
             scores = self._separate_scores(batch, assignments, single)
-        self.mode = "together"
         try:
             results = list(self._together(batch, assignments, single))
             ours, theirs = (values[:, 0].cpu().double() for values in (self._scores(results, batch)[0], scores[0]))
         except Exception as error:
-            self._give_up(error)
+            self.why[single] = _headline(error)
             return scores
         within = tolerance(self._device, [outputs for outputs, _ in results])
         if not torch.allclose(ours, theirs, rtol=within, atol=within, equal_nan=True):
-            self._give_up("together they have other losses")
+            self.why[single] = "together they have other losses"
         return scores
-
-    def _give_up(self, why: Exception | str) -> None:
-        self.mode = "separate"
-        self.why = why if isinstance(why, str) else _headline(why)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

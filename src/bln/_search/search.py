@@ -214,8 +214,9 @@ def _result(objective: Objective, tally: Tally, robust: bool, notes: Sequence[st
             f"{len(objective.shared)} copies of a batch did not fit in memory: {evaluator.width} configurations ran "
             "together. Samples were not split, since they share statistics."
         )
-    if evaluator.mode == "separate":
-        said.append(f"The configurations ran separately, since the model does not run them together: {evaluator.why}.")
+    for single, why in evaluator.why.items():
+        what = "Single samples" if single else "The configurations"
+        said.append(f"{what} ran separately, since the model does not run them together: {why}.")
     if objective.arrangements and not any(a.name == "sorted" for a in objective.arrangements):
         said.append("Not sorted by label: targets do not hold one value for each sample.")
     if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:

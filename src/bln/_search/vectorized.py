@@ -6,6 +6,7 @@ computed once; behind it every configuration has a copy of the mini-batch, with 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -97,7 +98,9 @@ def _vectorized(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         known[:] = leaves, spec
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
-    stacked = iter(torch.vmap(tensors)(*inputs))
+    with warnings.catch_warnings():  # where an operator has no rule, it runs once for each copy
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        stacked = iter(torch.vmap(tensors)(*inputs))
     leaves, spec = known
     return pytree.tree_unflatten([next(stacked) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -313,6 +314,40 @@ class TestTypes:
         layer(torch.randn(4, 3))
         assert layer.train(training)(torch.randn(4, 3).to(dtype)).dtype == dtype
         assert layer.population.batch_mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.channels_last_3d])
+@pytest.mark.parametrize("positions", [(5, 4), (5, 4, 3), (5, 4, 3, 2)])
+def test_statistics_keep_their_layout_in_any_memory_format(positions, memory_format):
+    layer = BatchLayerNorm(2, position_shape=positions)
+    layer(torch.randn(6, 2, *positions))
+    affine = bln.Affine(torch.rand(2, *positions), torch.rand(2, *positions))
+    net = torch.nn.Sequential(layer, affine)
+    before = {name: (value, value.clone()) for name, value in net.named_buffers()}
+    net.to(memory_format=memory_format)
+    for name, value in net.named_buffers():
+        assert value is before[name][0]
+        assert value.is_contiguous()
+        assert torch.equal(value, before[name][1])
+    net.to(torch.float64, memory_format=memory_format)
+    for name, value in net.named_buffers():
+        assert value.is_contiguous()
+        assert value.dtype == (torch.float64 if value.is_floating_point() else torch.int64)
+        assert torch.equal(value, before[name][1].to(value.dtype))
+
+
+@pytest.mark.parametrize("module", [BatchLayerNorm(3), bln.Affine(torch.ones(3), torch.ones(3))])
+def test_torchscript_names_the_ways_out(module):
+    net, x = torch.nn.Sequential(torch.nn.Linear(3, 3), module).eval(), torch.randn(4, 3)
+    name = type(module).__name__
+    exported = torch.export.export(net, (x,)).module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and a trace holds for this shape
+        with pytest.raises(NotImplementedError, match=rf"script cannot compile {name}.*export.*trace.*compile"):
+            torch.jit.script(net)
+        traced = torch.jit.trace(net, x)
+    for way in (exported, traced):
+        torch.testing.assert_close(way(x), net(x))
 
 
 class TestStateDict:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional
+from ._scripting import refuse_scripting
 from .population import keep_precision, window
 
 
@@ -80,6 +81,8 @@ class Affine(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Affine:
         super()._apply(keep_precision(fn), recurse)  # type: ignore[no-untyped-call]
         return self
+
+    __prepare_scriptable__ = refuse_scripting
 
     def extra_repr(self) -> str:
         """The shape of the map."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional, synchronized
+from ._scripting import refuse_scripting
 from ._spec import Spec
 from .config import StatisticsConfig
 from .population import Population, sizes
@@ -306,6 +307,8 @@ class BatchLayerNorm(nn.Module):
         if isinstance(saved, Tensor) and saved.shape[-1:] != (self.num_features,):
             state_dict[prefix + "_extra_state"] = self.get_extra_state()
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from .config import StatisticsConfig
 from .layer import BatchLayerNorm
@@ -123,11 +124,7 @@ def calibrate_on(
     ranks: Ranks, model: nn.Module, batches: Iterable[Any], step: Step | None = None, progress: bool = True
 ) -> None:
     """``calibrate`` with ranks that have met already."""
-    if isinstance(batches, Tensor):
-        raise TypeError(
-            f"expected an iterable of batches, got one tensor of shape {tuple(batches.shape)}, whose samples would be "
-            "taken for batches; pass [x], or x.split(25)"
-        )
+    check_batches(batches)
     found = required_layers(model)
     unique = list(found.values())
     before = [layer.population.snapshot() for layer in unique]
@@ -169,6 +166,20 @@ def calibrate_on(
     finally:
         for layer, momentum, group in zip(unique, momenta, groups, strict=True):
             layer.momentum, layer.process_group = momentum, group
+
+
+def check_batches(batches: Any) -> None:
+    """Refuse what iterates over samples, not over batches of them."""
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"expected an iterable of batches, got one tensor of shape {tuple(batches.shape)}, whose samples would be "
+            "taken for batches; pass [x], or x.split(25)"
+        )
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise TypeError(
+            f"expected an iterable of batches, got a dataset, {type(batches).__name__}, whose samples would be taken "
+            "for batches; pass torch.utils.data.DataLoader(dataset, batch_size=25)"
+        )
 
 
 def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:

@@ -292,6 +292,13 @@ class Population(nn.Module):
         with torch.inference_mode(False):
             return self.without_positions, {name: buffer.clone() for name, buffer in self.named_buffers()}
 
+    def fits(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot's shapes are those of this layer, or become so where its positions are unknown."""
+        _, values = snapshot
+        known = self.position_shape
+        shapes = self._shapes(tuple(values["batch_mean"].shape[:-1]) if known is None else known)
+        return all(tuple(values[name].shape) == shape for name, shape in shapes.items())
+
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         """Put back what ``snapshot`` found, the positions too."""
@@ -407,11 +414,17 @@ def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[s
 
 
 def keep_precision(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``move``, but where it would narrow a tensor below float32 it changes the device alone."""
+    """``move``, but where it would narrow a tensor below float32 it changes the device alone; layouts stay.
+
+    A memory format is for inputs and weights of convolutions. One of four dimensions cannot be had in five.
+    """
 
     def kept(tensor: Tensor) -> Tensor:
-        moved = move(tensor)
-        return tensor.to(moved.device) if _narrow(moved) else moved
+        flat = tensor.flatten()  # torch gives formats to tensors of four and five dimensions
+        moved = move(flat)
+        if moved is flat:
+            return tensor
+        return tensor.to(moved.device) if _narrow(moved) else moved.view(tensor.shape)
 
     return kept
 

@@ -56,7 +56,7 @@ class Ranks:
             self.meet()
         except OtherRankFailedError:
             raise
-        except Exception:
+        except BaseException:  # Ctrl-C too: the others would wait for this rank
             with suppress(RuntimeError):  # they may be gone; the exception at hand is the one to tell
                 self._say(0, ok=False)
             raise

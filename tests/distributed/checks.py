@@ -139,7 +139,7 @@ def against_the_oracle(
 def said(call) -> str:
     try:
         call()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -642,13 +642,13 @@ def searched(seed: int, how: dict) -> list:
     return [[row.label, row.loss, row.loss_error, {k: s.loss for k, s in row.rebatched.items()}] for row in result]
 
 
-def fails_on_one_rank(what: str) -> str:
+def fails_on_one_rank(what: str, interrupted: bool) -> str:
     model = trained(0)
 
     def batches():
         yield from shares(0)[0][:2]
         if dist.get_rank() == 0:
-            raise OSError("the disk is gone")
+            raise KeyboardInterrupt if interrupted else OSError("the disk is gone")
 
     before = copy.deepcopy(model.state_dict())
     start = time.monotonic()

@@ -57,9 +57,10 @@ def all_find(ranks, how):
 
 
 @pytest.mark.parametrize("what", ["calibrate", "search", "calibrate in search"])
-def test_an_exception_on_one_rank_fails_the_others(three, what):
-    first, *others = three.check("fails_on_one_rank", what=what)
-    assert first == "OSError: the disk is gone"
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_an_exception_on_one_rank_fails_the_others(three, what, interrupted):
+    first, *others = three.check("fails_on_one_rank", what=what, interrupted=interrupted)
+    assert first == ("KeyboardInterrupt: " if interrupted else "OSError: the disk is gone")
     assert all("rank 0 raised an exception" in other for other in others)
 
 

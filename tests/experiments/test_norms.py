@@ -119,6 +119,12 @@ class TestLSTM:
         mask = torch.rand(2, 3, dtype=torch.float64)
         assert torch.autograd.gradcheck(_Recurrence.apply, (driven, recurrent, mask))
 
+    @pytest.mark.parametrize("last", [False, True])
+    def test_vectorized_over_copies_it_is_each_copy_alone(self, last):
+        layer, x = LSTM(5, 3, last=last).double(), torch.randn(4, 2, 7, 5, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(torch.vmap(layer)(x), torch.stack([layer(part) for part in x]))
+
     def test_dropout_keeps_one_mask_for_all_time_steps_and_none_in_eval(self):
         layer = LSTM(6, 3, dropout=0.5)
         x = torch.ones(200, 4, 6, requires_grad=True)

@@ -114,11 +114,13 @@ class TestCommandLine:
             ("reproduce cnn --out {}/old", "holds runs of version 0.0 (format 0), this is"),
             ("demo --workers 0 --out {}/out", "workers must be at least 1, got 0"),
             ("report {}/nowhere.json", "nowhere.json: No such file or directory"),
-            ("report {}/rubbish.json", "is not a summary"),
+            ("report {}/rubbish.json", "rubbish.json is not a summary"),
+            ("report {}/binary.json", "binary.json is not a summary"),
         ],
     )
     def test_what_goes_wrong_is_one_line_and_exit_code_2(self, arguments, message, tmp_path, capsys):
         (tmp_path / "rubbish.json").write_text("{")
+        (tmp_path / "binary.json").write_bytes(bytes(range(128, 256)))
         (tmp_path / "old").mkdir()
         (tmp_path / "old" / "version.json").write_text('{"format": 0, "version": "0.0"}')
         with pytest.raises(SystemExit) as ended:

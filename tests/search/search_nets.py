@@ -46,7 +46,7 @@ def lenet():
 
 
 class Residual(nn.Module):
-    """The first BLN layer stands inside a skip connection, so copies cannot be made there."""
+    """The first BLN layer stands inside a skip connection."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Residual(nn.Module):
 
 
 class Masked(nn.Module):
-    """Both layers are given the same mask, in front of and behind the place where copies are made."""
+    """Both layers are given the same mask: one before and one behind the first copies."""
 
     def __init__(self, per_position=True):
         super().__init__()
@@ -76,6 +76,29 @@ class Masked(nn.Module):
         x = self.first(torch.tanh(self.embed(x)), mask)
         x = self.second(torch.relu(self.mix(x)), mask)
         return self.head(x.sum(1))
+
+
+class Towers(nn.Module):
+    """Two branches of two BLN layers each, added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), bln.BatchLayerNorm(5), nn.Linear(5, 5), bln.BatchLayerNorm(5))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.left(x) + self.right(x))
+
+
+def copies(tensor):
+    """How many copies of a tensor the model is running on."""
+    physical = tensor
+    while torch._C._functorch.is_batchedtensor(physical):
+        physical = torch._C._functorch.get_unwrapped(physical)
+    return physical.numel() // tensor.numel()
 
 
 def trained(model, batches, dtype=torch.float64):

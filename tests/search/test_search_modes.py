@@ -1,16 +1,16 @@
 """Which way the configurations are run, and that it is found by comparing."""
 
-import itertools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
 import torch
-from search_nets import CONFIGS, ROUNDING, Residual, brute_force, data, dense, lenet, trained
+from search_nets import CONFIGS, ROUNDING, Residual, Towers, brute_force, copies, data, dense, lenet, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bln
-from bln._search.evaluate import Evaluator
+from bln._search import evaluate
 
 TRAIN, BATCHES = data((9, 9), seed=1), data((7, 7, 4), shift=0.3)
 
@@ -25,35 +25,10 @@ def check(model, batches=BATCHES, loss=F.cross_entropy, **kwargs):
     return result.mode
 
 
-def test_lenet_is_grouped():
+def test_lenet_runs_together():
     shape = (3, 32, 32)
     model = trained(lenet(), data((5, 5), shape, seed=1))
-    assert check(model, data((5, 5), shape, 10, shift=0.2)) == "grouped"
-
-
-def test_residual_net_is_tiled():
-    assert check(trained(Residual(), TRAIN)) == "tiled"
-
-
-def test_copies_are_made_before_a_skip_connection_where_there_is_a_layer():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), bln.BatchLayerNorm(6), Residual())
-    assert check(trained(model, TRAIN)) == "grouped"
-
-
-class Branches(nn.Module):
-    """Two branches from one input, each with its own layer: copies are made in both."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = (nn.Sequential(nn.Linear(6, 5), nn.Tanh(), bln.BatchLayerNorm(5)) for _ in range(2))
-        self.head = nn.Linear(10, 3)
-
-    def forward(self, x):
-        return self.head(torch.cat([self.left(x), self.right(x)], 1))
-
-
-def test_branches_are_grouped():
-    assert check(trained(Branches(), TRAIN)) == "grouped"
+    assert check(model, data((5, 5), shape, 10, shift=0.2)) == "together"
 
 
 class Twice(nn.Module):
@@ -65,8 +40,78 @@ class Twice(nn.Module):
         return self.head(self.norm(self.inner(self.norm(x))))
 
 
-def test_a_layer_used_twice_is_grouped():
-    assert check(trained(Twice(), TRAIN)) == "grouped"
+class Stored(nn.Module):
+    """Keeps the length of its input for a later view."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = bln.BatchLayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        n = len(x)
+        return self.head(self.norm(x).reshape(n, 6))
+
+
+@pytest.mark.parametrize("make", [Residual, Towers, Twice, Stored])
+def test_skips_branches_and_layers_used_twice_run_together(make):
+    assert check(trained(make(), TRAIN)) == "together"
+
+
+class OverTime(nn.Module):
+    """Layers over samples, and one whose first dimension is that of time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.time = (
+            bln.BatchLayerNorm(4, channel_dim=-1, per_position=False) for _ in range(3)
+        )
+        self.embed, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.second(torch.tanh(self.first(self.embed(x)))).transpose(0, 1)
+        return self.head(self.time(x).sum(0))
+
+
+@pytest.mark.parametrize("lengths", [(12, 16), (12, 15), (16, 12)])
+def test_a_length_like_the_number_of_configurations_is_not_taken_for_copies(lengths):
+    model = trained(OverTime(), data((9, 9), (12, 2), seed=1))
+    model.eval()
+    inputs = [data((12,), (length, 2), shift=0.3)[0][0] for length in lengths]
+    batches = [(x, model(x).detach()) for x in inputs]  # TTFF is best
+    result = bln.search(model, batches, loss=F.mse_loss, per_layer=True)
+    assert str(result.best.config) == "TTFF"
+    assert result.mode == "together"
+    for row in result:
+        assignment = [str(config) for config in row.config.values()] if row.per_layer else [str(row.config)] * 3
+        expected = brute_force(model, batches, assignment, F.mse_loss)
+        assert row.loss == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING)
+
+
+class Recurrent(nn.Module):
+    """A recurrent module behind a layer, with states of its own, of the layer's, or none."""
+
+    def __init__(self, kind, states, batch_first):
+        super().__init__()
+        self.norm = bln.BatchLayerNorm(4, channel_dim=-1)
+        self.rnn = kind(4, 5, num_layers=2, bidirectional=True, batch_first=batch_first)
+        self.head, self.states, self.batch_first = nn.Linear(10, 3), states, batch_first
+
+    def forward(self, x):
+        y = self.norm(x)
+        states = {"none": None, "same": x.new_ones(4, len(x), 5), "copied": y[:, 0, 0][None, :, None].expand(4, -1, 5)}
+        state = states[self.states]
+        state = (state.contiguous(),) * 2 if isinstance(self.rnn, nn.LSTM) and state is not None else state
+        out, after = self.rnn(y if self.batch_first else y.transpose(0, 1), state)
+        after = after[1] if isinstance(after, tuple) else after
+        return self.head(out.mean(1 if self.batch_first else 0)) + after.mean(0)[:, :3]
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("states", ["none", "same", "copied"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_run_together(kind, states, batch_first):
+    train, batches = data((9, 9), (6, 4), seed=1), data((7, 7, 4), (6, 4), shift=0.3)
+    assert check(trained(Recurrent(kind, states, batch_first), train), batches) == "together"
 
 
 class CentreOfTheBatch(nn.Module):
@@ -81,47 +126,56 @@ class Branching(nn.Module):
         return x * 1.7 if x.sum() > self.threshold else x * 0.6
 
 
-@pytest.mark.parametrize("other", ["batch norm without running statistics", "mean over the batch", "control flow"])
-def test_other_modules_that_couple_samples_are_separate(other):
-    coupling = {
-        "batch norm without running statistics": nn.BatchNorm1d(8, track_running_stats=False),
-        "mean over the batch": CentreOfTheBatch(),
-        "control flow": Branching(),
-    }[other]
+@pytest.mark.parametrize("coupling", [nn.BatchNorm1d(8, track_running_stats=False), CentreOfTheBatch()])
+def test_other_modules_that_couple_samples_run_together(coupling):
     model = nn.Sequential(*dense()[:6], coupling, nn.Linear(8, 3))
-    if isinstance(coupling, Branching):  # a sum that some configurations of the first batch exceed, and some do not
-        coupling.threshold = 0
-        trained(model, TRAIN)
-        sums = []
-        handle = coupling.register_forward_pre_hook(lambda module, args: sums.append(args[0].sum().item()))
-        for config in CONFIGS:
-            brute_force(model, BATCHES[:1], [config] * 2)
-        handle.remove()
-        coupling.threshold = sorted(sums)[8]
-    else:
-        trained(model, TRAIN)
+    assert check(trained(model, TRAIN)) == "together"
+
+
+def test_control_flow_that_depends_on_data_is_separate():
+    model = nn.Sequential(*dense()[:6], Branching(), nn.Linear(8, 3))
+    model[6].threshold = 0
+    trained(model, TRAIN)
+    sums = []
+    handle = model[6].register_forward_pre_hook(lambda module, args: sums.append(args[0].sum().item()))
+    for config in CONFIGS:
+        brute_force(model, BATCHES[:1], [config] * 2)
+    handle.remove()
+    model[6].threshold = sorted(sums)[8]  # some configurations of the first batch exceed it, and some do not
     assert check(model) == "separate"
     notes = bln.search(model, BATCHES, loss=F.cross_entropy).notes
-    assert any("something else in the model depends on the batch" in note for note in notes)
+    assert any("ran separately" in note and "data-dependent control flow" in note for note in notes)
 
 
-class Stored(nn.Module):
-    """Keeps the length of its input for a later view, which no copy survives."""
+def test_a_later_batch_that_cannot_run_together_is_run_separately():
+    class Short(nn.Module):
+        def forward(self, x):
+            return x if len(x) > 4 or x.sum() > 0 else -x
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.head = bln.BatchLayerNorm(6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        n = len(x)
-        return self.head(self.norm(x).reshape(n, 6))
-
-
-def test_an_exception_with_copies_means_the_next_mode():
-    assert check(trained(Stored(), TRAIN)) == "tiled"
+    model = nn.Sequential(*dense()[:6], Short(), nn.Linear(8, 3))
+    batches = data((7, 4, 7), shift=0.3)
+    assert check(trained(model, TRAIN), batches[:1]) == "together"
+    assert check(model, batches) == "separate"
 
 
-def test_a_model_that_returns_nothing_is_separate():
+def test_other_losses_in_one_pass_mean_separate():
+    class Counting(nn.Module):
+        """Gives the first sixteen calls and those after them other outputs."""
+
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * (1 if self.calls <= 16 else 2)
+
+    model = nn.Sequential(*dense()[:6], Counting(), nn.Linear(8, 3))
+    trained(model, TRAIN)[6].calls = 0
+    result = bln.search(model, BATCHES[:1], loss=F.cross_entropy)
+    assert result.mode == "separate"
+    assert any("other losses" in note for note in result.notes)
+
+
+def test_a_step_without_outputs_runs_together():
     model = trained(dense(), TRAIN)
 
     def step(model, batch):
@@ -129,43 +183,26 @@ def test_a_model_that_returns_nothing_is_separate():
         return None, F.cross_entropy(model(x), targets)
 
     result = bln.search(model, BATCHES[:1], loss=lambda outputs, targets: targets, step=step)
-    assert result.mode == "separate"
+    assert result.mode == "together"
     assert result["FTFF"].loss == pytest.approx(brute_force(model, BATCHES[:1], ["FTFF"] * 2), rel=ROUNDING)
 
 
-def test_the_clock_decides_where_the_first_batches_show_no_gain(monkeypatch):
-    """Every look at this clock takes a second, and copies take a hundred."""
-    now = itertools.count()
-    together = Evaluator._copied
+@dataclass
+class Opaque:
+    """Tensors in it cannot be seen from outside."""
 
-    def slow(self, *args):
-        for _ in range(100):
-            next(now)
-        return together(self, *args)
+    logits: Tensor
 
-    monkeypatch.setattr(Evaluator, "_clock", lambda self: float(next(now)))
-    model = trained(dense(), TRAIN)
-    assert check(model) == "grouped"
-    monkeypatch.setattr(Evaluator, "_copied", slow)
-    result = bln.search(model, BATCHES, loss=F.cross_entropy)
+
+def test_outputs_of_an_unknown_class_are_separate():
+    class Model(nn.Sequential):
+        def forward(self, x):
+            return Opaque(super().forward(x))
+
+    model = trained(Model(*dense()), TRAIN)
+    result = bln.search(model, BATCHES, loss=lambda outputs, targets: F.cross_entropy(outputs.logits, targets))
     assert result.mode == "separate"
-    assert any("no faster on the first batches" in note for note in result.notes)
-    for row in result:
-        assert row.loss == pytest.approx(brute_force(model, BATCHES, [str(row.config)] * 2), rel=ROUNDING)
-
-
-def test_a_slow_first_batch_is_given_a_second_chance(monkeypatch):
-    now, delays = itertools.count(), iter([100] * 3)
-    together = Evaluator._copied
-
-    def slow_at_first(self, *args):
-        for _ in range(next(delays, 0)):
-            next(now)
-        return together(self, *args)
-
-    monkeypatch.setattr(Evaluator, "_clock", lambda self: float(next(now)))
-    monkeypatch.setattr(Evaluator, "_copied", slow_at_first)
-    assert bln.search(trained(dense(), TRAIN), BATCHES, loss=F.cross_entropy).mode == "grouped"
+    assert any("Opaque" in note for note in result.notes)
 
 
 # ---- inputs and outputs of other kinds
@@ -191,7 +228,7 @@ class Kinds(nn.Module):
         logits = self.head(y)
         return {
             "tensor": logits,
-            "tuple": (logits, x),  # x holds no copies where they are made later
+            "tuple": (logits, x),  # x is the same for all configurations
             "dict": {"logits": logits, "nested": [y]},
             "named tuple": Pair(logits, y),
         }[self.returns]
@@ -218,7 +255,7 @@ def test_tuples_and_dicts_go_in_and_come_out(given, returns, skip):
         scale = torch.linspace(0.5, 2, len(x), dtype=torch.float64)[:, None]
         inputs = (x, scale, table) if given == "tuple" else {"x": x, "scale": scale, "table": table}
         batches.append((inputs, targets))
-    assert check(model, batches, of_kind) == ("tiled" if skip else "grouped")
+    assert check(model, batches, of_kind) == "together"
 
 
 def test_a_step_of_ones_own_runs_unusual_models():
@@ -229,7 +266,7 @@ def test_a_step_of_ones_own_runs_unusual_models():
         return {"out": model(batch["features"])}, batch["labels"]
 
     result = bln.search(model, odd, loss=lambda o, t: F.cross_entropy(o["out"], t), step=step, calibrate=odd[:2])
-    assert result.mode == "grouped"
+    assert result.mode == "together"
     result.apply(model, "FTFF")
     assert result["FTFF"].loss == pytest.approx(brute_force(model, BATCHES, ["FTFF"] * 2), rel=ROUNDING)
 
@@ -239,7 +276,7 @@ def test_under_autocast():
     batches = data((7, 7, 4), shift=0.3, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         result = bln.search(model, batches, loss=F.cross_entropy)
-        assert result.mode == "grouped"
+        assert result.mode == "together"
         for row in result:
             # bfloat16 rounding, 2^-8, of the activations.
             assert row.loss == pytest.approx(brute_force(model, batches, [str(row.config)] * 2), rel=2**-8)
@@ -249,14 +286,14 @@ def test_under_autocast():
 
 
 class Small(nn.Module):
-    """A device with room for so many rows."""
+    """A device with room for so many rows, those of all copies."""
 
     def __init__(self, rows, error):
         super().__init__()
         self.rows, self.error = rows, error
 
     def forward(self, x):
-        if len(x) > self.rows:
+        if len(x) * copies(x) > self.rows:
             raise self.error
         return x
 
@@ -273,17 +310,30 @@ def test_sixteen_copies_larger_than_memory_are_split_over_configurations(error):
     model = nn.Sequential(*dense()[:6], Small(30, error), nn.Linear(8, 3))
     trained(model, TRAIN)
     result = bln.search(model, BATCHES, loss=F.cross_entropy)
-    assert result.mode == "grouped"
+    assert result.mode == "together"
     assert any("did not fit in memory: 4 configurations" in note for note in result.notes)  # 4 * 7 <= 30 < 8 * 7
     for row in result:
         assert row.loss == pytest.approx(brute_force(model, BATCHES, [str(row.config)] * 2), rel=ROUNDING)
+
+
+def test_on_a_cpu_copies_are_limited_to_what_a_cache_holds(monkeypatch):
+    model, made = trained(dense(), TRAIN), []
+    model[3].register_forward_hook(lambda module, args, output: made.append(copies(output)))
+    monkeypatch.setattr(evaluate, "_CPU_NUMBERS", 5 * 7 * 9)  # five copies of the larger layer's input
+    assert check(model) == "together"
+    assert made[16:20] == [4] * 4
+    made.clear()
+    monkeypatch.setattr(evaluate, "_CPU_COPIES", 1)
+    monkeypatch.setattr(evaluate, "_CPU_NUMBERS", 1)
+    assert check(model) == "together"
+    assert set(made) == {1}
 
 
 def test_a_later_batch_may_be_the_one_too_large():
     model = nn.Sequential(*dense()[:6], Small(16 * 5, torch.OutOfMemoryError("out of memory")), nn.Linear(8, 3))
     trained(model, TRAIN)
     batches = data((5, 9, 5), shift=0.3)
-    assert check(model, batches) == "grouped"
+    assert check(model, batches) == "together"
 
 
 def test_one_copy_too_large_is_the_users_error():

@@ -8,9 +8,11 @@ from search_nets import (
     CONFIGS,
     ROUNDING,
     Residual,
+    Towers,
     all_assignments,
     brute_force,
     conv,
+    copies,
     data,
     deep,
     dense,
@@ -65,23 +67,36 @@ def test_three_layers_end_where_no_single_change_improves():
 
 
 def test_layers_before_the_one_that_changes_run_once():
-    model, rows = trained(deep(), TRAIN), {at: [] for at in (0, 3, 6, 9)}
-    for at, seen in rows.items():
-        model[at].register_forward_hook(lambda module, args, output, seen=seen: seen.append(len(output)))
+    model, made = trained(deep(), TRAIN), {at: [] for at in (0, 3, 6, 9)}
+    for at, seen in made.items():
+        model[at].register_forward_hook(lambda module, args, output, seen=seen: seen.append(copies(output)))
     bln.search(model, data((7,) * 5, shift=0.3), loss=F.cross_entropy, per_layer=True)
     # 15 copies: the sixteenth candidate is the present combination, which is known. The last layer's are made in it.
-    passes = list(zip(*rows.values(), strict=True))
-    assert (7, 7, 7, 7 * 15) in passes
-    assert (7, 7, 7 * 15, 7 * 15) in passes
+    passes = list(zip(*made.values(), strict=True))
+    assert (1, 1, 1, 15) in passes
+    assert (1, 1, 15, 15) in passes
 
 
-def test_a_skip_connection_around_a_later_layer_shares_less():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), bln.BatchLayerNorm(6), Residual())
-    trained(model, TRAIN)
-    result = bln.search(model, BATCHES, loss=F.cross_entropy, per_layer=True)
-    assert result.mode == "grouped"
+def behind_a_layer():
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), bln.BatchLayerNorm(6), Residual())
+
+
+class SharedTower(Towers):
+    """One branch is used twice, on inputs of different lengths."""
+
+    def forward(self, x):
+        return self.head(self.left(x) + self.left(x.flip(1)) + self.right(x[:1]))
+
+
+@pytest.mark.parametrize("sizes", [(7, 7, 4), (1, 7, 1, 4)], ids=["", "one sample first"])
+@pytest.mark.parametrize("make", [behind_a_layer, Towers, SharedTower])
+def test_skip_connections_and_parallel_branches_equal_the_long_way(make, sizes):
+    model, batches = trained(make(), TRAIN), data(sizes, shift=0.3)
+    result = bln.search(model, batches, loss=F.cross_entropy, per_layer=True)
+    assert result.mode == "together"
+    assert len(result) > 16 + 15 * 3
     for row in result:
-        assert row.loss == pytest.approx(brute_force(model, BATCHES, letters(model, row)), rel=ROUNDING)
+        assert row.loss == pytest.approx(brute_force(model, batches, letters(model, row)), rel=ROUNDING)
 
 
 def test_the_table_shows_what_each_layer_chose():

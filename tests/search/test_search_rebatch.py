@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from search_nets import CONFIGS, ROUNDING, Residual, brute_force, data, deep, dense, trained
+from search_nets import CONFIGS, ROUNDING, Residual, brute_force, copies, data, deep, dense, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,12 +45,51 @@ def test_arrangements_equal_the_long_way(make):
 
 @pytest.mark.parametrize("make", [dense, Residual])
 def test_single_samples_run_together(make):
-    model, rows = trained(make(), TRAIN), []
+    model, made = trained(make(), TRAIN), []
     last = list(model.modules())[-1]
-    last.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    last.register_forward_hook(lambda module, args, output: made.append((len(output), copies(output))))
     bln.search(model, BATCHES, loss=F.cross_entropy, rebatch=True)
-    assert rows.count(1) == 4 * 16  # the samples by which that is tried
-    assert rows[-3:] == [16 * 7, 16 * 7, 16 * 4]
+    assert made.count((1, 1)) == 4 * 16  # the samples by which that is tried
+    assert made[-3:] == [(1, 16 * 7), (1, 16 * 7), (1, 16 * 4)]
+
+
+class LooksAtItsInput(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > -1e9 else -x
+
+
+def test_single_samples_that_cannot_run_together_leave_whole_batches_together():
+    model = trained(nn.Sequential(LooksAtItsInput(), *dense()), TRAIN)  # its input is the same for all configurations
+    result = bln.search(model, BATCHES, loss=F.cross_entropy, rebatch=True)
+    assert result.mode == "together"
+    assert any(note.startswith("Single samples ran separately") for note in result.notes)
+    x, targets = joined(BATCHES)
+    singles = batched(x, targets, torch.arange(18), 1)
+    for row in result:
+        expected = brute_force(model, singles, [str(row.config)] * 2)
+        assert row.rebatched["single"].loss == pytest.approx(expected, rel=ROUNDING)
+
+
+class Attention(nn.Module):
+    """An operator of which torch.vmap makes one call for each copy, and warns."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = bln.BatchLayerNorm(8, channel_dim=-1), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.head(self.attention(y, y, y, need_weights=False)[0].mean(1))
+
+
+def test_operators_without_a_batching_rule_give_no_warning():
+    model = trained(Attention(), data((9, 9), (5, 8), seed=1))
+    batches = data((7, 4), (5, 8), shift=0.3)
+    result = bln.search(model, batches, loss=F.cross_entropy)
+    assert result.mode == "together"
+    for row in result:
+        assert row.loss == pytest.approx(brute_force(model, batches, [str(row.config)]), rel=ROUNDING)
 
 
 def test_population_batch_statistics_do_not_move():
@@ -71,7 +110,7 @@ def test_arrangements_of_a_model_that_couples_samples_otherwise():
     model[6].register_forward_hook(lambda module, args, out: out)
     loss = lambda outputs, targets: F.cross_entropy(outputs[: len(targets)], targets)  # noqa: E731
     result = bln.search(model, BATCHES, loss=loss, rebatch=True)
-    assert result.mode == "separate"
+    assert result.mode == "together"
     x, targets = joined(BATCHES)
     singles = batched(x, targets, torch.arange(18), 1)
     for row in result:
@@ -247,6 +286,28 @@ def test_calibration_of_a_net_that_knows_no_positions_yet():
     result.apply(model)
     assert model[1].population.position_shape == (4, 4)
     assert not math.isnan(result.best.loss)
+
+
+@pytest.mark.parametrize(
+    ("other", "keeps"),
+    [
+        (lambda: bln.BatchLayerNorm(3, position_shape=(5, 4)), r"\(5, 4, 3\)"),
+        (lambda: bln.BatchLayerNorm(3, per_position=False), r"\(3,\)"),
+        (lambda: bln.BatchLayerNorm(4), r"\(4,\)"),
+    ],
+)
+def test_apply_refuses_calibrated_statistics_of_another_shape_and_changes_nothing(other, keeps):
+    first = lambda: bln.BatchLayerNorm(2)  # noqa: E731
+    model = nn.Sequential(first(), nn.Conv2d(2, 3, 3), bln.BatchLayerNorm(3), nn.Flatten(), nn.Linear(48, 3)).double()
+    images = data((7, 7), (2, 6, 6), seed=1)
+    result = bln.search(model, data((7, 5), (2, 6, 6)), loss=F.cross_entropy, calibrate=images)
+    unlike = nn.Sequential(first(), nn.Identity(), other()).double()
+    before = copy.deepcopy(unlike.state_dict())
+    message = rf"layer '2' keeps statistics of shape {keeps}, but the search calibrated \(4, 4, 3\).*bln\.calibrate it"
+    with pytest.raises(ValueError, match=message):
+        result.apply(unlike, "FFFF")
+    after = unlike.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 class WithTable(nn.Module):

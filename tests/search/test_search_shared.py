@@ -4,12 +4,24 @@ import math
 
 import pytest
 import torch
-from search_nets import CONFIGS, ROUNDING, Masked, Residual, brute_force, conv, data, deep, dense, lenet, trained
+from search_nets import (
+    CONFIGS,
+    ROUNDING,
+    Masked,
+    Residual,
+    brute_force,
+    conv,
+    copies,
+    data,
+    deep,
+    dense,
+    lenet,
+    trained,
+)
 from torch import nn
 from torch.nn import functional as F
 
 import bln
-from bln._search import groups
 
 SIZES = (7, 7, 7, 4)
 
@@ -31,19 +43,12 @@ def middle():
     return nn.Sequential(norms[0], nn.Tanh(), norms[1], nn.Flatten(), nn.Linear(60, 3))
 
 
-def wide():
-    """So wide that its copies are not normalized all at once."""
-    norms = bln.BatchLayerNorm(8), bln.BatchLayerNorm(8, per_position=False)
-    return nn.Sequential(nn.Conv2d(2, 8, 1), norms[0], nn.Tanh(), norms[1], nn.Flatten(), nn.Linear(12800, 3))
-
-
 CASES = {
     "dense": (dense, data((9, 9), seed=1), data(SIZES, shift=0.3)),
     "deep": (deep, data((9, 9), seed=1), data(SIZES, shift=0.3)),
     "conv": (conv, data((9, 9), (2, 6, 6), seed=1), data(SIZES, (2, 6, 6), shift=0.3)),
     "pooled": (lambda: conv(False), data((9, 9), (2, 6, 6), seed=1), data(SIZES, (2, 6, 6), shift=0.3)),
     "features in the middle": (middle, data((9, 9), (4, 3, 5), seed=1), data(SIZES, (4, 3, 5), shift=0.3)),
-    "in slices": (wide, data((9, 9), (2, 40, 40), seed=1), data(SIZES, (2, 40, 40), shift=0.3)),
     "residual": (Residual, data((9, 9), seed=1), data(SIZES, shift=0.3)),
     "masked": (Masked, masked_data((9, 9), 1), masked_data(SIZES)),
     "masked, pooled": (lambda: Masked(False), masked_data((9, 9), 1), masked_data(SIZES)),
@@ -56,11 +61,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_sixteen_equal_separate_evaluations(case):
     make, train, batches = CASES[case]
-    if case == "in slices":
-        assert 16 * 7 * 12800 > groups._CPU_SLICE > 7 * 12800
     model = trained(make(), train)
     result = bln.search(model, batches, loss=F.cross_entropy)
-    assert result.mode == ("tiled" if case == "residual" else "grouped")  # never compared with itself
+    assert result.mode == "together"  # never compared with itself
     assert sorted(str(row.config) for row in result) == sorted(CONFIGS)
     expected = {config: brute_force(model, batches, [config] * len(bln.layers(model))) for config in CONFIGS}
     for row in result:
@@ -137,11 +140,11 @@ def test_every_batch_is_loaded_once():
 def test_what_comes_before_the_first_layer_runs_once_for_all():
     model, rows = trained(dense(), data((9, 9), seed=1)), {0: [], 3: []}
     for at, seen in rows.items():
-        model[at].register_forward_hook(lambda module, args, output, seen=seen: seen.append(len(output)))
+        model[at].register_forward_hook(lambda module, args, output, seen=seen: seen.append(copies(output)))
     bln.search(model, data((7, 7, 7)), loss=F.cross_entropy)
-    # The first batch is also evaluated separately and checked; the two after it are one pass each.
-    assert rows[0][-2:] == [7, 7]
-    assert rows[3][-2:] == [16 * 7, 16 * 7]
+    # The first batch is evaluated separately and then together, the two after it together.
+    assert rows[0] == [1] * 16 + [1, 1, 1]
+    assert rows[3] == [1] * 16 + [16, 16, 16]
 
 
 def binary(outputs, targets):

@@ -5,12 +5,13 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from search_nets import Residual, data, dense, trained
+from search_nets import Residual, copies, data, dense, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -114,15 +115,15 @@ def test_the_model_is_left_as_found_when_interrupted_inside_a_layer():
     before, calls = state(model), []
 
     def stop(module, args):
-        calls.append(len(args[0]))
-        if len(args[0]) == 16 * 7:
+        calls.append(copies(args[0]))
+        if calls[-1] == 16:
             raise KeyboardInterrupt
 
     handle = model[4].register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         bln.search(model, BATCHES, loss=F.cross_entropy)
     handle.remove()
-    assert 16 * 7 in calls
+    assert 16 in calls
     assert_same(before, state(model))
 
 
@@ -218,11 +219,52 @@ def test_metrics_that_do_not_exist():
 
 
 def test_batches_of_another_kind():
-    for batches, what in (([x for x, _ in BATCHES], "Tensor"), ([(x, t, t) for x, t in BATCHES], "tuple of 3")):
-        with pytest.raises(ValueError, match=rf"expected batches of \(inputs, targets\), got a {what}; .* pass step="):
+    for batches, what, step in (
+        ([x for x, _ in BATCHES], "Tensor", r"\(model\(batch\), targets\)"),
+        ([(x, t, t) for x, t in BATCHES], "tuple of 3", r"\(model\(\*batch\[:-1\]\), batch\[-1\]\)"),
+        ([{"image": x, "label": t} for x, t in BATCHES], "dict with 'image', 'label'", r"\(model\(batch\['inputs'\]\)"),
+    ):
+        message = rf"expected batches of \(inputs, targets\), got a {what}; .* step=lambda model, batch: {step}"
+        with pytest.raises(ValueError, match=message):
             bln.search(odd_model(), batches, loss=F.cross_entropy)
     with pytest.raises(ValueError, match=r"must return \(outputs, targets\), got Tensor"):
         bln.search(odd_model(), BATCHES, loss=F.cross_entropy, step=lambda model, batch: model(batch[0]))
+
+
+def test_a_dataset_in_place_of_a_loader():
+    dataset = TensorDataset(*(torch.cat(parts) for parts in zip(*BATCHES, strict=True)))
+    message = r"got a dataset, TensorDataset, .* pass torch\.utils\.data\.DataLoader\(dataset, batch_size=25\)"
+    with pytest.raises(TypeError, match=message):
+        bln.search(odd_model(), dataset, loss=F.cross_entropy)
+    with pytest.raises(TypeError, match=message):
+        bln.search(odd_model(), BATCHES, loss=F.cross_entropy, calibrate=dataset)
+    with pytest.raises(TypeError, match=message):
+        bln.calibrate(odd_model(), dataset)
+    with pytest.raises(TypeError, match=r"got one tensor of shape \(7, 6\)"):
+        bln.search(odd_model(), BATCHES[0][0], loss=F.cross_entropy)
+
+
+class ModelOutput(OrderedDict):
+    """What models of Hugging Face return, attributes left out."""
+
+
+class Wrapped(nn.Sequential):
+    def forward(self, x):
+        return ModelOutput(logits=super().forward(x))
+
+
+def test_an_output_that_the_loss_cannot_take():
+    model = trained(Wrapped(*dense()), TRAIN)
+    step = r"step=lambda model, batch: \(model\(\*\*batch\[0\]\)\['logits'\], batch\[1\]\)"
+    with pytest.raises(TypeError, match=rf"loss was given the model's output, a ModelOutput with 'logits', .* {step}"):
+        bln.search(model, BATCHES, loss=F.cross_entropy)
+    with pytest.raises(TypeError, match=rf"loss was given the model's output, a ModelOutput with 'logits', .* {step}"):
+        bln.search(model, BATCHES, loss=F.mse_loss)
+    pair = lambda model, batch: ((model(batch[0]), 1), batch[1])  # noqa: E731
+    with pytest.raises(TypeError, match=r"loss was given the model's output, a tuple, .* \(model\(batch\[0\]\)\[0\]"):
+        bln.search(model, BATCHES, loss=F.cross_entropy, step=pair)
+    result = bln.search(model, BATCHES, loss=F.cross_entropy, step=lambda m, batch: (m(batch[0])["logits"], batch[1]))
+    assert result.mode == "together"
 
 
 def test_nan_losses_come_last_and_are_marked():

@@ -192,3 +192,13 @@ def test_a_grid_too_large_is_refused():
     trained(model, TRAIN)
     with pytest.raises(ValueError, match=r"16\^5 points; take sampler='tpe'"):
         bln.search(model, BATCHES, loss=F.cross_entropy, per_layer=True, sampler="grid")
+
+
+def test_a_storage_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
+    storage = f"sqlite:///{tmp_path}/nowhere/study.db"
+    message = rf"storage '{storage}' cannot be opened: unable to open database file\. The folder of an SQLite file must"
+    with pytest.raises(ValueError, match=message):
+        bln.search(
+            trained(dense(), TRAIN), BATCHES, loss=F.cross_entropy, per_layer=True, sampler="tpe", storage=storage
+        )

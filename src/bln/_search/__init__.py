@@ -1,14 +1,15 @@
 """Finding the configuration of statistics (step 12 of the paper).
 
-groups     copies of a mini-batch in one pass, their statistics kept apart
-evaluate   many configurations on a mini-batch: grouped, tiled or separate
-scores     losses and metrics
-objective  scores over all the data, remembered
-arrange    the same samples in other mini-batches
-descent    a configuration for each layer, by coordinate descent
-study      the same by Optuna
-result     what was found; table prints it
-search     the function
+vectorized  several configurations in one pass, by torch.vmap
+recurrent   a rule for torch.vmap that recurrent modules lack
+evaluate    many configurations on a mini-batch: together or separately
+scores      losses and metrics
+objective   scores over all the data, remembered
+arrange     the same samples in other mini-batches
+descent     a configuration for each layer, by coordinate descent
+study       the same by Optuna
+result      what was found; table prints it
+search      the function
 """
 
 from .result import Row, SearchResult

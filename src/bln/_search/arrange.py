@@ -51,7 +51,7 @@ class _Samples:
         self._leaves: list[Any] = []
         self._held: list[bool] = []
         for leaves in zip(*flat, strict=True):
-            held = all(_holds(leaf, n) for leaf, n in zip(leaves, lengths, strict=True))
+            held = all(holds_samples(leaf, n) for leaf, n in zip(leaves, lengths, strict=True))
             if held and len({leaf.shape[1:] for leaf in leaves}) > 1:
                 raise ValueError(
                     "rebatch=True puts samples of all batches together, but theirs have the shapes "
@@ -109,14 +109,14 @@ def _labels(batches: Sequence[Any]) -> Tensor | None:
 def first(batch: Any, number: int) -> Any:
     """The first samples of a mini-batch."""
     n = samples_in(batch)
-    return pytree.tree_map(lambda leaf: leaf[:number] if _holds(leaf, n) else leaf, batch)
+    return pytree.tree_map(lambda leaf: leaf[:number] if holds_samples(leaf, n) else leaf, batch)
 
 
 def one_by_one(batch: Any) -> Iterator[Any]:
     """The samples of a mini-batch, each as a mini-batch of its own."""
     n = samples_in(batch)
     for at in range(n):
-        yield pytree.tree_map(lambda leaf, at=at: leaf[at : at + 1] if _holds(leaf, n) else leaf, batch)
+        yield pytree.tree_map(lambda leaf, at=at: leaf[at : at + 1] if holds_samples(leaf, n) else leaf, batch)
 
 
 def samples_in(batch: Any) -> int:
@@ -128,5 +128,6 @@ def _is_pair(batch: Any) -> bool:
     return isinstance(batch, tuple | list) and len(batch) == 2
 
 
-def _holds(leaf: Any, n: int) -> bool:
+def holds_samples(leaf: Any, n: int) -> bool:
+    """Whether a leaf of a mini-batch is a tensor with one entry for each of ``n`` samples."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == n

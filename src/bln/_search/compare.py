@@ -1,4 +1,4 @@
-"""Whether two evaluations gave the same, and whether one failed for want of memory."""
+"""How far two evaluations may differ by rounding, and whether one failed for want of memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-
-def equal(ours: Any, theirs: Any, within: float) -> bool:
-    """Whether two outputs differ by rounding only, measured against the largest entry of each tensor."""
-    for our, their in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
-        if not isinstance(our, Tensor) or our.shape != their.shape:
-            return False
-        if not their.is_floating_point():
-            if not torch.equal(our, their):
-                return False
-            continue
-        scale = float(their[their.isfinite()].abs().max()) if their.isfinite().any() else 1.0
-        if not torch.allclose(our.double(), their.double(), rtol=0, atol=within * scale, equal_nan=True):
-            return False
-    return True
 
 
 def tolerance(device: torch.device, outputs: Any) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..config import StatisticsConfig
-from .groups import Assignment
+from .vectorized import Assignment
 
 Costs = Callable[[Sequence[Assignment], str], list[float]]
 """The costs of assignments, lower is better, NaN for useless; the text tells what is being looked at."""

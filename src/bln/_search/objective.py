@@ -13,9 +13,9 @@ from ..progress import track
 from ..ranks import Ranks
 from .arrange import Arrangement
 from .evaluate import Evaluator
-from .groups import Assignment
 from .result import Row
 from .scores import Score, Tally
+from .vectorized import Assignment
 
 
 @dataclass

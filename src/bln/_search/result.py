@@ -128,7 +128,7 @@ class SearchResult:
 
     Attributes:
         rows: Every configuration tried.
-        mode: How they were run: ``grouped``, ``tiled`` or ``separate``.
+        mode: How they were run: ``together`` or ``separate``.
         notes: What one should know about these numbers.
         samples, batches: The data they were taken on.
         robust: Ranked by the worst arrangement.
@@ -172,8 +172,16 @@ class SearchResult:
                 f"the search calibrated layers {list(self.statistics)}, but this model also has {sorted(unknown)}; "
                 "apply to the model that was searched, or bln.configure(model, ...) and bln.calibrate it"
             )
+        found = layers(model) if self.statistics is not None else {}
+        for name, layer in found.items():
+            if not layer.population.fits(snapshot := (self.statistics or {})[name]):
+                raise ValueError(
+                    f"layer {name!r} keeps statistics of shape {tuple(layer.population.batch_mean.shape)}, but the "
+                    f"search calibrated {tuple(snapshot[1]['batch_mean'].shape)}, positions and features; apply to the "
+                    "model that was searched, or bln.configure(model, ...) and bln.calibrate it"
+                )
         configure(model, which.config if isinstance(which, Row) else which)
-        for name, layer in layers(model).items() if self.statistics is not None else ():
+        for name, layer in found.items():
             positions, values = (self.statistics or {})[name]
             device = layer.population.batch_mean.device
             layer.population.restore((positions, {key: v.to(device, copy=True) for key, v in values.items()}))

@@ -87,8 +87,25 @@ class Measure:
         )
 
     def __call__(self, outputs: Any, targets: Any) -> list[Tensor]:
-        values = [function(outputs, targets) for function in self._functions]
-        return [_scalar(value, name) for value, name in zip(values, ("loss", *self.metrics), strict=True)]
+        names = ("loss", *self.metrics)
+        values = [_call(f, name, outputs, targets) for f, name in zip(self._functions, names, strict=True)]
+        return [_scalar(value, name) for value, name in zip(values, names, strict=True)]
+
+
+def _call(function: Function, name: str, outputs: Any, targets: Any) -> Any:
+    try:
+        return function(outputs, targets)
+    except (TypeError, AttributeError) as error:
+        if isinstance(outputs, Tensor):
+            raise
+        parts, call = "", "model(batch[0])[0]"
+        if isinstance(outputs, Mapping):
+            parts = f" with {', '.join(map(repr, outputs))}"
+            call = f"model(**batch[0])[{'logits' if 'logits' in outputs else next(iter(outputs), '...')!r}]"
+        raise TypeError(
+            f"{name} was given the model's output, a {type(outputs).__name__}{parts}, and failed: {error}. If it takes "
+            f"a tensor, pass step=, which returns (outputs, targets): step=lambda model, batch: ({call}, batch[1])"
+        ) from error
 
 
 def _scalar(value: Any, name: str) -> Tensor:

@@ -20,11 +20,11 @@ from ..ranks import Ranks
 from .arrange import arrangements_on
 from .descent import descend
 from .evaluate import Evaluator
-from .groups import Assignment
 from .objective import Objective
 from .result import SearchResult, ranked
 from .scores import Function, Measure, Metrics, Tally
 from .study import explore
+from .vectorized import Assignment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,6 +104,7 @@ def search(
     """
     found = models.required_layers(model)
     measure = Measure(loss, metrics)
+    models.check_batches(batches)
     _check(per_layer, sampler, storage, trials)
     _warn_of_leak(batches, calibrate)
     rebatch = rebatch or robust
@@ -213,13 +214,9 @@ def _result(objective: Objective, tally: Tally, robust: bool, notes: Sequence[st
             f"{len(objective.shared)} copies of a batch did not fit in memory: {evaluator.width} configurations ran "
             "together. Samples were not split, since they share statistics."
         )
-    if evaluator.mode == "separate" and not evaluator.slower:
-        said.append(
-            "The configurations ran separately, since together they gave other outputs: something else in the model "
-            "depends on the batch."
-        )
-    if evaluator.slower:
-        said.append("Configurations ran separately where together they were no faster on the first batches.")
+    for single, why in evaluator.why.items():
+        what = "Single samples" if single else "The configurations"
+        said.append(f"{what} ran separately, since the model does not run them together: {why}.")
     if objective.arrangements and not any(a.name == "sorted" for a in objective.arrangements):
         said.append("Not sorted by label: targets do not hold one value for each sample.")
     if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:

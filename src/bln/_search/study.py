@@ -13,7 +13,7 @@ from typing import Any
 from ..config import StatisticsConfig
 from ..progress import track
 from .descent import Costs
-from .groups import Assignment
+from .vectorized import Assignment
 
 _CHOICES = [str(config) for config in StatisticsConfig.all()]
 _LARGEST_GRID = 4
@@ -92,6 +92,19 @@ def _no_storage(given: Any) -> ValueError:
     return ValueError(f"storage must be a URL such as 'sqlite:///study.db', or an Optuna storage; got {given!r}")
 
 
+def _not_opened(storage: Any, error: Exception) -> ValueError:
+    """Say what the database said, without the password in its URL."""
+    from sqlalchemy.engine import make_url
+
+    name = make_url(storage).render_as_string() if isinstance(storage, str) else repr(storage)
+    cause = getattr(error, "orig", None) or error
+    return ValueError(
+        f"storage {name!r} cannot be opened: {cause}. The folder of an SQLite file must exist and be writable, as for "
+        "'sqlite:////absolute/path/study.db' or 'sqlite:///relative/path/study.db'; a database server must be "
+        "reachable under that URL"
+    )
+
+
 @contextmanager
 def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
     """The storage behind a URL, let go of afterwards."""
@@ -105,9 +118,9 @@ def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
             break
         except ArgumentError as error:
             raise _no_storage(storage) from error
-        except SQLAlchemyError:  # two processes that create its tables at once: one of them finds them half made
+        except SQLAlchemyError as error:  # two processes that create its tables at once: one finds them half made
             if wait is None:
-                raise
+                raise _not_opened(storage, error) from error
             time.sleep(wait)
     try:
         yield opened

@@ -76,7 +76,7 @@ def report(
     path = summary / "summary.json" if summary.is_dir() else summary
     try:
         found = json.loads(path.read_bytes())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise ValueError(f"{path} is not a summary: {error}; `bln reproduce` writes one") from None
     Console().print(f"written: {reports.write(found, out or path.parent)}", soft_wrap=True)
 

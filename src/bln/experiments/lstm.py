@@ -35,7 +35,7 @@ class LSTM(nn.Module):
             x = x * _dropout_mask(x, (n, 1, x.shape[2]), self.dropout)
             hidden_mask = _dropout_mask(x, (n, self.units), self.dropout)
         driven = torch.addmm(self.bias, x.transpose(0, 1).flatten(0, 1), self.kernel).view(-1, n, 4 * self.units)
-        states: Tensor = _Recurrence.apply(driven, self.recurrent, hidden_mask)  # type: ignore[no-untyped-call]
+        states: Tensor = _Recurrence.apply(driven, self.recurrent, hidden_mask)[0][1:]  # type: ignore[no-untyped-call]
         return states[-1] if self.last else states.transpose(0, 1)
 
 
@@ -44,10 +44,13 @@ def _dropout_mask(like: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
-    """The loop over time, by hand: what does not depend on the step before is taken out and done once for all."""
+    """The loop over time, by hand: what does not depend on the step before is taken out and done once for all.
+
+    Returns the states, from the initial one on, and the gates and cells, which the backward needs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, driven: Tensor, recurrent: Tensor, mask: Tensor) -> Tensor:
+    def forward(driven: Tensor, recurrent: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         steps, n, width = driven.shape
         units = width // 4
         gates = torch.empty_like(driven)
@@ -59,13 +62,36 @@ class _Recurrence(torch.autograd.Function):
             output, entering, forget, candidate = gate.chunk(4, 1)
             torch.mul(forget, cells[t], out=cells[t + 1]).addcmul_(entering, candidate)
             torch.tanh(cells[t + 1], out=states[t + 1]).mul_(output)
+        return states, gates, cells
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        _, recurrent, mask = inputs
+        states, gates, cells = output
+        ctx.mark_non_differentiable(gates, cells)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(gates, cells, states, recurrent, mask)
-        return states[1:]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Copies are more samples: they share the recurrent weights."""
+        copies = info.batch_size
+
+        def fold(value: Tensor, at: int | None, samples: int) -> Tensor:
+            value = value.expand(copies, *value.shape).movedim(0, samples) if at is None else value.movedim(at, samples)
+            return value.flatten(samples, samples + 1)
+
+        driven, mask = fold(inputs[0], in_dims[0], 1), fold(inputs[2], in_dims[2], 0)
+        results = _Recurrence.apply(driven, inputs[1], mask)  # type: ignore[no-untyped-call]
+        return tuple(value.unflatten(1, (copies, -1)) for value in results), (1, 1, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_states: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, d_states: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None]:
+        if d_states is None:
+            return None, None, None
         gates, cells, states, recurrent, mask = ctx.saved_tensors
+        d_states = d_states[1:]
         steps, units = cells.shape[0] - 1, cells.shape[2]
         output, entering, forget, candidate = gates.unflatten(2, (4, units)).unbind(2)
         active = cells[1:].tanh()

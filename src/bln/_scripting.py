@@ -1,0 +1,15 @@
+"""What ``torch.jit.script`` is told."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import nn
+
+
+def refuse_scripting(module: nn.Module) -> NoReturn:
+    """Name the ways out; TorchScript asks a module's ``__prepare_scriptable__`` first."""
+    raise NotImplementedError(
+        f"torch.jit.script cannot compile {type(module).__name__}. Ways out: (1) torch.export.export(model, (x,)); "
+        "(2) torch.jit.trace(model.eval(), x); (3) torch.compile(model)"
+    )

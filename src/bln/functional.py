@@ -141,9 +141,7 @@ def normalize(
     if kernels is not None and spec.groups is None:
         y, statistics = kernels.train(x, weight, bias, mask, channel_dim=channel_dim, **published(spec))
     elif kernels is not None and spec.groups is not None and kernels.grouped.usable(x, channel_dim):
-        train = kernels.grouped.train_traced if torch.compiler.is_compiling() else kernels.grouped.train
-        y, *found = train(x, weight, bias, mask, channel_dim, spec)
-        statistics = kernels.grouped.statistics(*found, spec.groups)
+        y, statistics = kernels.grouped.train_with_statistics(x, weight, bias, mask, channel_dim, spec)
     elif spec.coefficients:
         tensors = x.to(dtype), gamma, beta, mask
         if population is None:

@@ -2,9 +2,13 @@
 
 An input is seen as ``x[n, c, p]``: sample, feature, position. ``CHANNELS_FIRST`` says whether positions or features are
 contiguous in memory. Forward is three launches: ``measure`` finds mean and squares over positions, ``join`` makes
-coefficients of them, ``apply`` is the map. Backward is three more: ``measure_backward``, ``join_backward``,
+statistics of them, ``apply`` is the map. Backward is three more: ``measure_backward``, ``join_backward``,
 ``apply_backward``. A range of positions of a sample is always handled by one program, in an order that does not
 depend on the number of samples.
+
+``join`` writes one buffer, ``statistics``: for each feature mean, variance, slope and offset, ``[4, C]``; for each
+sample and group the same, ``[4, N * groups]``; then ``1/m``, the entries behind a batch statistic, and a counter of
+programs. With them ``a = gamma * (slope_B + slope_F)`` and ``b = beta - gamma * (offset_B + offset_F)``.
 """
 
 from __future__ import annotations
@@ -62,25 +66,32 @@ def is_real(mask, n, p, last, P, MASKED: tl.constexpr):
     return real
 
 
+@triton.jit
+def after_groups(statistics, N, C, groups):
+    """Where ``1/m``, entries and the counter of programs stand in ``statistics``."""
+    return statistics + 4 * C + 4 * N.to(tl.int64) * groups
+
+
 # ---- forward
 
 
-@triton.jit(do_not_specialize=["N", "C", "P", "run", "splits"])
+@triton.jit(do_not_specialize=["N", "C", "P", "run", "splits", "groups"])
 def measure(
-    x, mask, partial, counts, N, C, P, run, splits,
+    x, mask, partial, counts, statistics, N, C, P, run, splits, groups,
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Mean and squares around it, over a range of the positions of a sample.
 
-    Each lane of a tile follows its own positions by Welford's recurrence; lanes are joined at the end by Chan's formula.
-    So nothing cancels, and threads wait for each other once.
+    Each lane of a tile follows its own positions by Welford's recurrence, and lanes are joined at the end by Chan's
+    formula. So nothing cancels, and threads wait for each other once.
 
     Args:
         x: The input.
         mask: Where ``MASKED``, nonzero at real entries, ``[N, P]``.
         partial: Means and squares are written here, ``[2, splits, N, C]``.
         counts: Where ``MASKED``, real positions are written here, ``[splits, N]``.
-        N, C, P: Samples, features, positions.
+        statistics: The counter of programs in it is set to 0.
+        N, C, P, groups: Samples, features, positions, groups of features.
         run, splits: Positions in a range, and how many ranges there are.
     """
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
@@ -122,154 +133,246 @@ def measure(
     if MASKED:
         if block == 0:
             tl.store(counts + split * N + n + tl.arange(0, 1), total)
+    if tl.program_id(0) == 0:
+        tl.store(after_groups(statistics, N, C, groups) + 2, 0.0)
 
 
 @triton.jit
-def merged(partial, counts, n, c, real, N, C, P, run, splits, MASKED: tl.constexpr):
-    """Real positions, mean and variance of samples and features, their ranges joined by Chan's formula."""
-    planes = splits.to(tl.int64) * N * C
-    count = (n * 0).to(tl.float32)
-    mean = tl.zeros(real.shape, tl.float32)
-    squares = tl.zeros(real.shape, tl.float32)
+def part_sizes(counts, row, real, N, P, run, MASKED: tl.constexpr):
+    """Positions behind each row of ``partial``, that of a range ``row // N`` and a sample ``row % N``."""
+    if MASKED:
+        size = tl.load(counts + row, mask=real, other=0.0)
+    else:
+        size = tl.where(real, tl.minimum(run, P - row // N * run), 0).to(tl.float32)
+    return size
+
+
+@triton.jit
+def absorb(count, mean, squares, part_count, part_mean, part_squares):
+    """Chan's formula: what lanes have seen so far, together with another part each."""
+    total = count + part_count
+    share = part_count / tl.maximum(total, 1.0)
+    moved = part_mean - mean
+    return total, mean + moved * share, squares + part_squares + moved * moved * count * share
+
+
+@triton.jit
+def conclude(count, mean, squares, AXIS: tl.constexpr):
+    """Mean and variance of all lanes along an axis."""
+    total = tl.maximum(tl.sum(count, AXIS), 1.0)
+    joined = tl.sum(count * mean, AXIS) / total
+    apart = mean - tl.expand_dims(joined, AXIS)
+    return joined, tl.sum(squares + count * apart * apart, AXIS) / total
+
+
+@triton.jit
+def batch_of(partial, counts, block, N, C, P, run, splits, BR: tl.constexpr, BA: tl.constexpr, MASKED: tl.constexpr):
+    """Eqs 10, 11 of a block of features: mean and variance, ``[BA]``."""
+    rows = N * splits
+    c = block * BA + tl.arange(0, BA)[None, :]
+    mean = tl.zeros([BR, BA], tl.float32)
+    squares = tl.zeros([BR, BA], tl.float32)
+    count = tl.zeros([BR, 1], tl.float32)
+    for start in range(0, rows, BR):
+        row = start + tl.arange(0, BR)[:, None]
+        real = (row < rows) & (c < C)
+        at = partial + row.to(tl.int64) * C + c
+        size = part_sizes(counts, row, row < rows, N, P, run, MASKED)
+        part_mean = tl.load(at, mask=real, other=0.0)
+        part_squares = tl.load(at + rows.to(tl.int64) * C, mask=real, other=0.0)
+        count, mean, squares = absorb(count, mean, squares, size, part_mean, part_squares)
+    return conclude(count, mean, squares, 0)
+
+
+@triton.jit
+def features_of(
+    partial, counts, block, N, C, P, run, splits, groups,
+    BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Eqs 12, 13 of a block of samples and groups, rows of ``C / groups`` features each: mean and variance, ``[BQ]``."""
+    K = C // groups
+    q = block.to(tl.int64) * BQ + tl.arange(0, BQ)[:, None]
+    in_q = q < N.to(tl.int64) * groups
+    mean = tl.zeros([BQ, BK], tl.float32)
+    squares = tl.zeros([BQ, BK], tl.float32)
+    count = tl.zeros([BQ, BK], tl.float32)
+    plane = splits * N.to(tl.int64) * C
     for split in range(splits):
-        if MASKED:
-            part = tl.load(counts + split * N + n, mask=n < N, other=0.0)
-        else:
-            part = (n * 0 + tl.minimum(run, P - split * run)).to(tl.float32)
-        row = (split * N + n).to(tl.int64) * C + c
-        own_mean = tl.load(partial + row, mask=real, other=0.0)
-        own_squares = tl.load(partial + planes + row, mask=real, other=0.0)
-        total = count + part
-        share = part / tl.maximum(total, 1.0)
-        moved = own_mean - mean
-        mean += moved * share
-        squares += own_squares + moved * moved * count * share
-        count = total
-    return tl.where(n < N, count, 0.0), mean, squares / tl.maximum(count, 1.0)
+        row = split * N + q // groups
+        size = part_sizes(counts, row, in_q, N, P, run, MASKED)
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)[None, :]
+            real = in_q & (k < K)
+            at = partial + split * N.to(tl.int64) * C + q * K + k
+            part_mean = tl.load(at, mask=real, other=0.0)
+            part_squares = tl.load(at + plane, mask=real, other=0.0)
+            part = tl.where(k < K, size, 0.0)
+            count, mean, squares = absorb(count, mean, squares, part, part_mean, part_squares)
+    return conclude(count, mean, squares, 1)
 
 
 @triton.jit
-def over_group(value, inside, K):
-    """The mean over the features of each group, the last axis of a tile."""
-    return tl.expand_dims(tl.sum(tl.where(inside, value, 0.0), 2), 2) / K
+def samples_of(counts, N, P, splits, BR: tl.constexpr, MASKED: tl.constexpr):
+    """``m``, the samples with any real entry, and all entries."""
+    m, entries = N.to(tl.float32), N.to(tl.float32) * P
+    if MASKED:
+        m, entries = 0.0, 0.0
+        for start in range(0, N, BR):
+            n = start + tl.arange(0, BR)
+            size = tl.zeros([BR], tl.float32)
+            for split in range(splits):
+                size += tl.load(counts + split * N + n, mask=n < N, other=0.0)
+            m += tl.sum(tl.where(size > 0, 1.0, 0.0), 0)
+            entries += tl.sum(size, 0)
+    return m, entries
 
 
 @triton.jit
-def over_samples(value):
-    """The sum over samples, the first axis of a tile."""
-    return tl.expand_dims(tl.sum(value, 0), 0)
-
-
-@triton.jit
-def features_of(mean, var, inside, K):
-    """Eqs 12, 13 over the features of each group: mean and variance."""
-    mean_F = over_group(mean, inside, K)
-    apart = mean - mean_F
-    return mean_F, over_group(var + apart * apart, inside, K)
-
-
-@triton.jit
-def group_tile(K, groups, BN: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr):
-    """Samples, groups, features and which of them there are: a tile ``[BN, BG, BK]`` of whole groups."""
-    n = tl.arange(0, BN)[:, None, None]
-    g = tl.program_id(0) * BG + tl.arange(0, BG)[None, :, None]
-    k = tl.arange(0, BK)[None, None, :]
-    return n, g, g * K + k, (g < groups) & (k < K)
+def store_statistics(to, at, width, mean, var, weight, eps, real):
+    """Mean, variance, slope and offset, of eqs 14-16 sorted by ``x``."""
+    slope = weight / tl.sqrt(var + eps)
+    tl.store(to + at, mean, mask=real)
+    tl.store(to + width + at, var, mask=real)
+    tl.store(to + 2 * width + at, slope, mask=real)
+    tl.store(to + 3 * width + at, slope * mean, mask=real)
 
 
 @triton.jit(
-    do_not_specialize=["N", "C", "P", "run", "splits", "groups"], do_not_specialize_on_alignment=["gamma", "beta"]
-)
+    do_not_specialize=["N", "C", "P", "run", "splits", "groups"],
+    do_not_specialize_on_alignment=[
+        "batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates", "samples"
+    ],
+)  # fmt: skip
 def join(
-    partial, counts, gamma, beta, planes, batch, features, N, C, P, run, splits, groups, mix_eps, scale, eps,
-    BN: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
+    partial, counts, statistics, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
+    N, C, P, run, splits, groups, mix_eps, scale, eps, momentum,
+    BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of a training mini-batch and coefficients, of all samples and some groups (eqs 10-17).
+    """Statistics of a training mini-batch, and the population's average with it.
+
+    The first programs have a block of features each, the others one of samples and groups. The last to finish updates
+    the population, if there is one.
 
     Args:
         partial, counts: What ``measure`` wrote.
-        gamma, beta: The parameters, or nothing.
-        planes: Mean and variance over positions, ``a`` and ``b`` are written here, ``[4, N, C]``.
-        batch: Batch mean and variance are written here, ``[2, C]``.
-        features: Feature statistics, averaged over samples, are written here, ``[2, groups]``.
-        groups: How many groups there are.
+        statistics: Written, as the module says.
+        batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples: The population, or nothing.
         mix_eps, scale, eps: As in the formula.
+        momentum: The least weight of new values in the population; negative to weight them by samples.
     """
-    K = C // groups
-    first, g, c, inside = group_tile(K, groups, BN, BG, BK)
-    plane = N.to(tl.int64) * C
-    entries = tl.zeros([1, 1, 1], tl.float32)
-    m = tl.zeros([1, 1, 1], tl.float32)
-    total = tl.zeros([1, BG, BK], tl.float32)
-    for start in range(0, N, BN):
-        n = start + first
-        real = inside & (n < N)
-        count, mean, var = merged(partial, counts, n, c, real, N, C, P, run, splits, MASKED)
-        at = planes + n.to(tl.int64) * C + c
-        tl.store(at, mean, mask=real)
-        tl.store(at + plane, var, mask=real)
-        entries += over_samples(count)
-        m += over_samples(tl.where(count > 0, 1.0, 0.0))
-        total += over_samples(count * mean)
-    entries, m = tl.maximum(entries, 1.0), tl.maximum(m, 1.0)
-    mean_B = total / entries
-    tl.debug_barrier()  # what was written above is read below
-
-    squares = tl.zeros([1, BG, BK], tl.float32)
-    mean_sum = tl.zeros([1, BG, 1], tl.float32)
-    var_sum = tl.zeros([1, BG, 1], tl.float32)
-    for start in range(0, N, BN):
-        n = start + first
-        count, mean, var, real = reread(planes, counts, n, c, inside, N, C, P, splits, MASKED)
-        apart = mean - mean_B
-        squares += over_samples(tl.where(real, count * (var + apart * apart), 0.0))
-        mean_F, var_F = features_of(mean, var, inside, K)
-        mean_sum += over_samples(tl.where(count > 0, mean_F, 0.0))
-        var_sum += over_samples(tl.where(count > 0, var_F, 0.0))
-    var_B = squares / entries
-    tl.store(batch + c, mean_B, mask=inside)
-    tl.store(batch + C + c, var_B, mask=inside)
-    tl.store(features + g, mean_sum / m, mask=g < groups)
-    tl.store(features + groups + g, var_sum / m, mask=g < groups)
-
-    w_B, w_F = scale * (1 - (1 / m + mix_eps)), scale * (1 / m - mix_eps)  # eq 16
-    slope_B = w_B / tl.sqrt(var_B + eps)
-    for start in range(0, N, BN):
-        n = start + first
-        count, mean, var, real = reread(planes, counts, n, c, inside, N, C, P, splits, MASKED)
-        mean_F, var_F = features_of(mean, var, inside, K)
-        store_coefficients(planes + 2 * plane, gamma, beta, n, c, real, N, C, slope_B, mean_B, w_F, mean_F, var_F, eps)
+    program = tl.program_id(0)
+    blocks = tl.cdiv(C, BA)
+    m, entries = samples_of(counts, N, P, splits, BR, MASKED)
+    inverse = 1 / tl.maximum(m, 1.0)
+    w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 16
+    if program < blocks:
+        mean, var = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
+        c = program * BA + tl.arange(0, BA)
+        store_statistics(statistics, c, C, mean, var, w_B, eps, c < C)
+        if program == 0:
+            tail = after_groups(statistics, N, C, groups)
+            tl.store(tail, inverse)
+            tl.store(tail + 1, tl.maximum(entries, 1.0))
+    else:
+        block = program - blocks
+        mean, var = features_of(partial, counts, block, N, C, P, run, splits, groups, BQ, BK, MASKED)
+        q = block.to(tl.int64) * BQ + tl.arange(0, BQ)
+        width = N.to(tl.int64) * groups
+        store_statistics(statistics + 4 * C, q, width, mean, var, w_F, eps, q < width)
+    if batch_mean is not None:
+        tl.debug_barrier()  # all threads have stored before one says so
+        done = tl.atomic_add(after_groups(statistics, N, C, groups) + 2, 1.0)
+        if done == tl.num_programs(0) - 1:
+            update(
+                statistics, counts, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
+                N, C, splits, groups, m, entries, momentum, BR, BA, MASKED,
+            )  # fmt: skip
 
 
 @triton.jit
-def reread(planes, counts, n, c, inside, N, C, P, splits, MASKED: tl.constexpr):
-    """Real positions, mean and variance as ``join`` wrote them."""
-    real = inside & (n < N)
-    at = planes + n.to(tl.int64) * C + c
-    mean = tl.load(at, mask=real, other=0.0)
-    var = tl.load(at + N.to(tl.int64) * C, mask=real, other=0.0)
-    count = tl.where(n < N, P, 0).to(tl.float32)
-    if MASKED:
-        count = (n * 0).to(tl.float32)
-        for split in range(splits):
-            count += tl.load(counts + split * N + n, mask=n < N, other=0.0)
-    return count, mean, var, real
+def update(
+    statistics, counts, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
+    N, C, splits, groups, m, entries, momentum, BR: tl.constexpr, BA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Average the population with a mini-batch, unless its statistics are not finite: ``Population.update``."""
+    lane = tl.arange(0, BA)
+    bad = 0.0
+    for start in range(0, C, BA):
+        var = tl.load(statistics + C + start + lane, mask=start + lane < C, other=0.0, cache_modifier=".cg")
+        bad += tl.sum(tl.where(var < float("inf"), 0.0, 1.0), 0)  # NaN is not less, either
+    width = N.to(tl.int64) * groups
+    features = statistics + 4 * C
+    for start in range(0, groups, BA):
+        var = over_samples(features + width, counts, start, N, groups, splits, BR, BA, MASKED)
+        bad += tl.sum(tl.where(var < float("inf"), 0.0, 1.0), 0)
+    if (bad == 0) & (m > 0):
+        row = tl.arange(0, 8)
+        enters = (row < 5) & (tl.where(row == 1, entries, 2.0) > 1)  # a variance takes two entries
+        count = tl.load(updates + row, mask=enters, other=0) + 1
+        total = tl.load(samples + row, mask=enters, other=0) + m.to(tl.int64)
+        old = tl.load(inverse_m)
+        tl.debug_barrier()  # every warp has read the counters
+        tl.store(updates + row, count, mask=enters)
+        tl.store(samples + row, total, mask=enters)
+        weights = tl.maximum(1 / count.to(tl.float32), momentum)
+        if momentum < 0:
+            weights = m / total.to(tl.float32)
+        for start in range(0, C, BA):
+            c = start + lane
+            mean = tl.load(statistics + c, mask=c < C, other=0.0, cache_modifier=".cg")
+            var = tl.load(statistics + C + c, mask=c < C, other=0.0, cache_modifier=".cg")
+            blend(batch_mean, mean, c, C, pick(weights, row, 0))
+            if entries > 1:
+                blend(batch_var, var * bessel(entries), c, C, pick(weights, row, 1))
+        for start in range(0, groups, BA):
+            g = start + lane
+            mean = over_samples(features, counts, start, N, groups, splits, BR, BA, MASKED) / m
+            var = over_samples(features + width, counts, start, N, groups, splits, BR, BA, MASKED) / m
+            blend(feature_mean, mean, g, groups, pick(weights, row, 2))
+            blend(feature_var, var * bessel(m), g, groups, pick(weights, row, 3))
+        tl.store(inverse_m, mix(old, 1 / m, pick(weights, row, 4)))
 
 
 @triton.jit
-def store_coefficients(to, gamma, beta, n, c, real, N, C, slope_B, mean_B, w_F, mean_F, var_F, eps):
-    """Eqs 14-17 sorted by ``x``: ``a`` and ``b``."""
-    slope_F = w_F / tl.sqrt(var_F + eps)
-    a = slope_B + slope_F
-    b = -(slope_B * mean_B + slope_F * mean_F)
-    if gamma is not None:
-        scale = tl.load(gamma + c, mask=real, other=0.0).to(tl.float32)
-        a, b = scale * a, scale * b
-    if beta is not None:
-        b += tl.load(beta + c, mask=real, other=0.0).to(tl.float32)
-    at = to + n.to(tl.int64) * C + c
-    tl.store(at, a, mask=real)
-    tl.store(at + N.to(tl.int64) * C, b, mask=real)
+def pick(values, row, at: tl.constexpr):
+    """One of a few values."""
+    return tl.sum(tl.where(row == at, values, 0.0), 0)
+
+
+@triton.jit
+def over_samples(features, counts, start, N, groups, splits, BR: tl.constexpr, BA: tl.constexpr, MASKED: tl.constexpr):
+    """Feature statistics of some groups, summed over the samples that have any real entry."""
+    g = start + tl.arange(0, BA)[None, :]
+    total = tl.zeros([BR, BA], tl.float32)
+    for first in range(0, N, BR):
+        n = first + tl.arange(0, BR)[:, None]
+        real = (n < N) & (g < groups)
+        if MASKED:
+            size = tl.zeros([BR, 1], tl.float32)
+            for split in range(splits):
+                size += tl.load(counts + split * N + n, mask=n < N, other=0.0)
+            real = real & (size > 0)
+        total += tl.load(features + n.to(tl.int64) * groups + g, mask=real, other=0.0, cache_modifier=".cg")
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def mix(old, new, weight):
+    """``torch.lerp``; exactly the new value at weight 1."""
+    moved = new - old
+    return tl.where(weight < 0.5, old + weight * moved, new - moved * (1 - weight))
+
+
+@triton.jit
+def bessel(count):
+    """``count / (count - 1)``; 1 where the count is 1."""
+    return count / tl.maximum(count - 1, 1.0)
+
+
+@triton.jit
+def blend(kept, new, at, size, weight):
+    """Mix statistics of a mini-batch into those kept."""
+    tl.store(kept + at, mix(tl.load(kept + at, mask=at < size, other=0.0), new, weight), mask=at < size)
 
 
 @triton.jit
@@ -300,15 +403,26 @@ def slope(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def affine_of(planes, n, c, N, C):
+def affine_of(statistics, gamma, beta, n, c, N, C, groups):
     """``a`` and ``b`` of a sample's features."""
-    at = planes + (2 * N.to(tl.int64) + n) * C + c
-    return tl.load(at, mask=c < C, other=0.0), tl.load(at + N.to(tl.int64) * C, mask=c < C, other=0.0)
+    real = c < C
+    at = statistics + 4 * C + n.to(tl.int64) * groups + c // (C // groups)
+    width = N.to(tl.int64) * groups
+    a = tl.load(statistics + 2 * C + c, mask=real, other=0.0) + tl.load(at + 2 * width, mask=real, other=0.0)
+    b = -(tl.load(statistics + 3 * C + c, mask=real, other=0.0) + tl.load(at + 3 * width, mask=real, other=0.0))
+    if gamma is not None:
+        gain = tl.load(gamma + c, mask=real, other=0.0).to(tl.float32)
+        a, b = gain * a, gain * b
+    if beta is not None:
+        b += tl.load(beta + c, mask=real, other=0.0).to(tl.float32)
+    return a, b
 
 
-@triton.jit(do_not_specialize=["N", "C", "P", "run", "splits"])
+@triton.jit(
+    do_not_specialize=["N", "C", "P", "run", "splits", "groups"], do_not_specialize_on_alignment=["gamma", "beta"]
+)
 def apply(
-    x, y, residual, mask, planes, N, C, P, run, splits,
+    x, y, residual, mask, statistics, gamma, beta, N, C, P, run, splits, groups,
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -318,7 +432,7 @@ def apply(
     n = N - 1 - n  # what was measured last may still be in the cache
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = n.to(tl.int64) * C * P
-    a, b = affine_of(planes, n, c, N, C)
+    a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
     for start in range(first, last, BP):
         p = start + lane
         inside = (p < last) & (c < C)
@@ -332,156 +446,61 @@ def apply(
         tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def mix(old, new, weight):
-    """``torch.lerp``; exactly the new value at weight 1."""
-    moved = new - old
-    return tl.where(weight < 0.5, old + weight * moved, new - moved * (1 - weight))
-
-
-@triton.jit
-def bessel(count):
-    """``count / (count - 1)``; 1 where the count is 1."""
-    return count / tl.maximum(count - 1, 1.0)
-
-
-@triton.jit(
-    do_not_specialize=["N", "C", "P", "splits", "groups"],
-    do_not_specialize_on_alignment=[
-        "batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates", "samples"
-    ],
-)  # fmt: skip
-def update(
-    batch, features, counts, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
-    N, C, P, splits, groups, momentum, AVERAGE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Average the population with a mini-batch, unless its statistics are not finite: ``Population.update``.
-
-    Args:
-        batch, features, counts: What ``join`` and ``measure`` wrote.
-        batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples: The population.
-        momentum: The least weight of the new values; ``AVERAGE`` weights by samples instead.
-    """
-    lane = tl.arange(0, BLOCK)
-    m, entries = N.to(tl.float32), N.to(tl.float32) * P
-    if MASKED:
-        m, entries = 0.0, 0.0
-        for start in range(0, N, BLOCK):
-            n = start + lane
-            count = tl.zeros([BLOCK], tl.float32)
-            for split in range(splits):
-                count += tl.load(counts + split * N + n, mask=n < N, other=0.0)
-            m += tl.sum(tl.where(count > 0, 1.0, 0.0), 0)
-            entries += tl.sum(count, 0)
-    bad = 0.0
-    for start in range(0, C, BLOCK):
-        var = tl.load(batch + C + start + lane, mask=start + lane < C, other=0.0)
-        bad += tl.sum(tl.where(var < float("inf"), 0.0, 1.0), 0)  # NaN is not less, either
-    for start in range(0, groups, BLOCK):
-        var = tl.load(features + groups + start + lane, mask=start + lane < groups, other=0.0)
-        bad += tl.sum(tl.where(var < float("inf"), 0.0, 1.0), 0)
-    if (bad == 0) & (m > 0):
-        row = tl.arange(0, 8)
-        enters = (row < 5) & (tl.where(row == 1, entries, 2.0) > 1)  # a variance takes two entries
-        count = tl.load(updates + row, mask=enters, other=0) + 1
-        total = tl.load(samples + row, mask=enters, other=0) + m.to(tl.int64)
-        tl.debug_barrier()  # every warp has read the counters
-        tl.store(updates + row, count, mask=enters)
-        tl.store(samples + row, total, mask=enters)
-        if AVERAGE:
-            weights = m / total.to(tl.float32)
-        else:
-            weights = tl.maximum(1 / count.to(tl.float32), momentum)
-        weights = tl.where(enters, weights, 0.0)
-        for start in range(0, C, BLOCK):
-            c = start + lane
-            blend(batch_mean, batch, c, C, tl.sum(tl.where(row == 0, weights, 0.0), 0), 1.0)
-            blend(batch_var, batch + C, c, C, tl.sum(tl.where(row == 1, weights, 0.0), 0), bessel(entries))
-        for start in range(0, groups, BLOCK):
-            g = start + lane
-            blend(feature_mean, features, g, groups, tl.sum(tl.where(row == 2, weights, 0.0), 0), 1.0)
-            blend(feature_var, features + groups, g, groups, tl.sum(tl.where(row == 3, weights, 0.0), 0), bessel(m))
-        old = tl.load(inverse_m)
-        tl.debug_barrier()
-        tl.store(inverse_m, mix(old, 1 / m, tl.sum(tl.where(row == 4, weights, 0.0), 0)))
-
-
-@triton.jit
-def blend(kept, new, at, size, weight, factor):
-    """Mix statistics of a mini-batch into those kept."""
-    old = tl.load(kept + at, mask=at < size, other=0.0)
-    tl.store(kept + at, mix(old, factor * tl.load(new + at, mask=at < size, other=0.0), weight), mask=at < size)
-
-
 # ---- inference
 
 
 @triton.jit(
     do_not_specialize=["N", "C", "P", "run", "splits", "groups"],
     do_not_specialize_on_alignment=[
-        "gamma", "beta", "batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates"
+        "batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates"
     ],
 )  # fmt: skip
 def join_inference(
-    partial, counts, gamma, beta, planes, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates,
+    partial, counts, statistics, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates,
     N, C, P, run, splits, groups, mix_eps, scale, eps,
-    CONFIG: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
+    CONFIG: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Coefficients of inference in a configuration, four bits of ``CONFIG``, 1 for population (eqs 18-25).
+    """Statistics of inference in a configuration, four bits of ``CONFIG``, 1 for population (eqs 18-21).
 
     Args:
         partial, counts: What ``measure`` wrote; not read where all comes from the population.
-        gamma, beta, planes: As in ``join``.
+        statistics: Written, as the module says.
         batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates: The population.
     """
     E_B: tl.constexpr = CONFIG // 8 % 2 == 1
     STD_B: tl.constexpr = CONFIG // 4 % 2 == 1
     E_F: tl.constexpr = CONFIG // 2 % 2 == 1
     STD_F: tl.constexpr = CONFIG % 2 == 1
-    K = C // groups
-    first, g, c, inside = group_tile(K, groups, BN, BG, BK)
-    mean_B = tl.load(batch_mean + c, mask=inside, other=0.0)
-    var_B = tl.load(batch_var + c, mask=inside, other=1.0)
-    m = N.to(tl.float32)
-    if MASKED or not (E_B and STD_B):
-        entries = tl.zeros([1, 1, 1], tl.float32)
-        samples = tl.zeros([1, 1, 1], tl.float32)
-        total = tl.zeros([1, BG, BK], tl.float32)
-        for start in range(0, N, BN):
-            n = start + first
-            count, mean, _ = merged(partial, counts, n, c, inside & (n < N), N, C, P, run, splits, MASKED)
-            entries += over_samples(count)
-            samples += over_samples(tl.where(count > 0, 1.0, 0.0))
-            total += over_samples(count * mean)
-        entries, m = tl.maximum(entries, 1.0), tl.maximum(samples, 1.0)
-        if not E_B:
-            mean_B = total / entries  # eq 18
-        if not STD_B:  # eq 19, around the mean that was chosen
-            squares = tl.zeros([1, BG, BK], tl.float32)
-            for start in range(0, N, BN):
-                n = start + first
-                count, mean, var = merged(partial, counts, n, c, inside & (n < N), N, C, P, run, splits, MASKED)
-                squares += over_samples(count * (var + (mean - mean_B) * (mean - mean_B)))
-            var_B = squares / entries
-    seen = tl.load(updates + 4) > 0
-    own = tl.where(seen, tl.load(inverse_m), 1 / m)
-    w_B, w_F = scale * (1 - (own + mix_eps)), scale * (own - mix_eps)  # eq 24
-    slope_B = w_B / tl.sqrt(var_B + eps)
-    kept_F = tl.load(feature_mean + g, mask=g < groups, other=0.0)
-    kept_var = tl.load(feature_var + g, mask=g < groups, other=1.0)
-    plane = N.to(tl.int64) * C
-    for start in range(0, N, BN):
-        n = start + first
-        real = inside & (n < N)
-        mean_F, var_F = kept_F, kept_var
+    program = tl.program_id(0)
+    blocks = tl.cdiv(C, BA)
+    m, entries = samples_of(counts, N, P, splits, BR, MASKED)
+    inverse = tl.where(tl.load(updates + 4) > 0, tl.load(inverse_m), 1 / tl.maximum(m, 1.0))
+    w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 24
+    if program < blocks:
+        c = program * BA + tl.arange(0, BA)
+        mean = tl.load(batch_mean + c, mask=c < C, other=0.0)
+        var = tl.load(batch_var + c, mask=c < C, other=1.0)
+        if not (E_B and STD_B):
+            own_mean, own_var = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
+            if not E_B:
+                mean = own_mean  # eq 18
+            if not STD_B:
+                var = own_var + (own_mean - mean) * (own_mean - mean)  # eq 19, around the mean that was chosen
+        store_statistics(statistics, c, C, mean, var, w_B, eps, c < C)
+    else:
+        block = program - blocks
+        q = block.to(tl.int64) * BQ + tl.arange(0, BQ)
+        width = N.to(tl.int64) * groups
+        mean = tl.load(feature_mean + q % groups, mask=q < width, other=0.0)
+        var = tl.load(feature_var + q % groups, mask=q < width, other=1.0)
         if not (E_F and STD_F):
-            _, mean, var = merged(partial, counts, n, c, real, N, C, P, run, splits, MASKED)
-            own_mean, own_var = features_of(mean, var, inside, K)
+            own_mean, own_var = features_of(partial, counts, block, N, C, P, run, splits, groups, BQ, BK, MASKED)
             if not E_F:
-                mean_F = own_mean  # eq 20
+                mean = own_mean  # eq 20
             if not STD_F:
-                var_F = own_var + (own_mean - mean_F) * (own_mean - mean_F)  # eq 21
-        store_coefficients(planes + 2 * plane, gamma, beta, n, c, real, N, C, slope_B, mean_B, w_F, mean_F, var_F, eps)
+                var = own_var + (own_mean - mean) * (own_mean - mean)  # eq 21
+        store_statistics(statistics + 4 * C, q, width, mean, var, w_F, eps, q < width)
 
 
 # ---- backward
@@ -500,20 +519,24 @@ def incoming(x, dy, residual, at, inside, a, b, ACTIVATION: tl.constexpr):
     return v, g
 
 
-@triton.jit(do_not_specialize=["N", "C", "P", "run", "splits"])
+@triton.jit(
+    do_not_specialize=["N", "C", "P", "run", "splits", "groups"], do_not_specialize_on_alignment=["gamma", "beta"]
+)
 def measure_backward(
-    x, dy, residual, mask, planes, partial, N, C, P, run, splits,
+    x, dy, residual, mask, statistics, gamma, beta, partial, N, C, P, run, splits, groups,
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of ``dy`` and of ``dy (x - mean)`` over a range of positions, written to ``partial[2, splits, N, C]``."""
+    """Sums of ``dy`` and of ``dy (x - mean_B)`` over a range of positions, written to ``partial[2, splits, N, C]``."""
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
     block, n, first, last = locate(C, P, run, splits, BC)
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = n.to(tl.int64) * C * P
-    mean = tl.load(planes + n.to(tl.int64) * C + c, mask=c < C, other=0.0)
-    a, b = affine_of(planes, n, c, N, C)
+    mean = tl.load(statistics + c, mask=c < C, other=0.0)
+    a, b = mean, mean
+    if ACTIVATION is not None:
+        a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
     sums = tl.zeros([BC, BP] if CHANNELS_FIRST else [BP, BC], tl.float32)
     dots = tl.zeros([BC, BP] if CHANNELS_FIRST else [BP, BC], tl.float32)
     for start in range(first, last, BP):
@@ -530,83 +553,103 @@ def measure_backward(
     tl.store(partial + splits.to(tl.int64) * N * C + row, tl.sum(dots, AXIS), mask=c < C)
 
 
-@triton.jit
-def products(partial, planes, counts, n, c, inside, mean_B, r_B, N, C, P, splits, K, eps, MASKED: tl.constexpr):
-    """What backward needs of some samples: the sums, their products with ``x_B`` and ``x_F``, and feature statistics."""
-    count, mean, var, real = reread(planes, counts, n, c, inside, N, C, P, splits, MASKED)
-    mean_F, var_F = features_of(mean, var, inside, K)
-    r_F = 1 / tl.sqrt(var_F + eps)
-    sums = tl.zeros(real.shape, tl.float32)
-    dots = tl.zeros(real.shape, tl.float32)
-    for split in range(splits):
-        at = partial + (split * N + n).to(tl.int64) * C + c
-        sums += tl.load(at, mask=real, other=0.0)
-        dots += tl.load(at + splits.to(tl.int64) * N * C, mask=real, other=0.0)
-    x_B = tl.where(real, r_B * (dots + (mean - mean_B) * sums), 0.0)
-    x_F = tl.where(real, r_F * (dots + (mean - mean_F) * sums), 0.0)
-    return count, sums, x_B, x_F, mean_F, r_F, real
-
-
 @triton.jit(do_not_specialize=["N", "C", "P", "splits", "groups"], do_not_specialize_on_alignment=["gamma"])
 def join_backward(
-    partial, counts, gamma, planes, batch, coefficients, gradients, N, C, P, splits, groups, mix_eps, scale, eps,
-    BN: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
+    partial, counts, statistics, gamma, shares, d_gamma, d_beta, N, C, P, splits, groups, mix_eps, scale, eps,
+    BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The chain rule through ``join``: ``c1`` and ``c0`` of ``dx = a dy + c1 x + c0``, gradients of gamma and beta.
+    """The chain rule through ``join``.
+
+    Programs divide the work as there. ``c1 = -(p1 + q1)`` and ``c0 = p0 + q0`` make ``dx = a dy + c1 x + c0``.
 
     Args:
         partial: What ``measure_backward`` wrote.
-        counts, gamma, planes, batch: As in ``join``.
-        coefficients: ``c1`` and ``c0`` are written here, ``[2, N, C]``.
-        gradients: Those of gamma and beta are written here, ``[2, C]``.
+        counts, statistics, gamma: As in ``join`` and ``apply``.
+        shares: ``p1`` and ``p0`` of each feature, ``[2, C]``, then ``q1`` and ``q0`` of each sample and group,
+            ``[2, N * groups]``, are written here.
+        d_gamma, d_beta: Gradients of gamma and beta, ``[C]``, are written here.
     """
+    program = tl.program_id(0)
+    blocks = tl.cdiv(C, BA)
     K = C // groups
-    first, g, c, inside = group_tile(K, groups, BN, BG, BK)
-    mean_B = tl.load(batch + c, mask=inside, other=0.0)
-    r_B = 1 / tl.sqrt(tl.load(batch + C + c, mask=inside, other=1.0) + eps)
-    gain = tl.where(inside, 1.0, 0.0)
-    if gamma is not None:
-        gain = tl.load(gamma + c, mask=inside, other=0.0).to(tl.float32)
+    width = N.to(tl.int64) * groups
+    features = statistics + 4 * C
+    tail = after_groups(statistics, N, C, groups)
+    inverse, entries = tl.load(tail), tl.load(tail + 1)
+    w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 16
+    plane = splits * N.to(tl.int64) * C
+    if program < blocks:
+        c = program * BA + tl.arange(0, BA)[None, :]
+        mean_B = tl.load(statistics + c, mask=c < C, other=0.0)
+        total = tl.zeros([BR, BA], tl.float32)
+        total_B = tl.zeros([BR, BA], tl.float32)
+        total_F = tl.zeros([BR, BA], tl.float32)
+        for start in range(0, N * splits, BR):
+            row = start + tl.arange(0, BR)[:, None]
+            real = (row < N * splits) & (c < C)
+            sums = tl.load(partial + row.to(tl.int64) * C + c, mask=real, other=0.0)
+            dots = tl.load(partial + plane + row.to(tl.int64) * C + c, mask=real, other=0.0)
+            at = features + (row % N).to(tl.int64) * groups + c // K
+            mean_F = tl.load(at, mask=real, other=0.0)
+            r_F = 1 / tl.sqrt(tl.load(at + width, mask=real, other=1.0) + eps)
+            total += sums
+            total_B += dots
+            total_F += r_F * (dots + (mean_B - mean_F) * sums)
+        c = program * BA + tl.arange(0, BA)
+        mean_B = tl.load(statistics + c, mask=c < C, other=0.0)
+        r_B = 1 / tl.sqrt(tl.load(statistics + C + c, mask=c < C, other=1.0) + eps)
+        sums, dots = tl.sum(total, 0), r_B * tl.sum(total_B, 0)
+        tl.store(d_gamma + c, w_B * dots + w_F * tl.sum(total_F, 0), mask=c < C)
+        tl.store(d_beta + c, sums, mask=c < C)
+        if gamma is not None:
+            gain = tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)
+            sums, dots = gain * sums, gain * dots
+        # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
+        weight = w_B * r_B / entries
+        slope = weight * dots * r_B
+        tl.store(shares + c, slope, mask=c < C)
+        tl.store(shares + C + c, slope * mean_B - weight * sums, mask=c < C)
+    else:
+        q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)[:, None]
+        in_q = q < width
+        n = q // groups
+        mean_F = tl.load(features + q, mask=in_q, other=0.0)
+        r_F = 1 / tl.sqrt(tl.load(features + width + q, mask=in_q, other=1.0) + eps)
+        total = tl.zeros([BQ, BK], tl.float32)
+        total_F = tl.zeros([BQ, BK], tl.float32)
+        size = (n * 0).to(tl.float32)
+        for split in range(splits):
+            if MASKED:
+                size += tl.load(counts + split * N + n, mask=in_q, other=0.0)
+            for start in range(0, K, BK):
+                k = start + tl.arange(0, BK)[None, :]
+                real = in_q & (k < K)
+                at = split * N.to(tl.int64) * C + q * K + k
+                sums = tl.load(partial + at, mask=real, other=0.0)
+                dots = tl.load(partial + plane + at, mask=real, other=0.0)
+                c = q % groups * K + k
+                mean_B = tl.load(statistics + c, mask=real, other=0.0)
+                if gamma is not None:
+                    gain = tl.load(gamma + c, mask=real, other=0.0).to(tl.float32)
+                    sums, dots = gain * sums, gain * dots
+                total += sums
+                total_F += dots + (mean_B - mean_F) * sums
+        if not MASKED:
+            size += P
+        q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
+        mean_F = tl.load(features + q, mask=q < width, other=0.0)
+        r_F = 1 / tl.sqrt(tl.load(features + width + q, mask=q < width, other=1.0) + eps)
+        weight = w_F * r_F / (tl.maximum(tl.sum(size, 1), 1.0) * K)
+        slope = weight * (r_F * tl.sum(total_F, 1)) * r_F
+        tl.store(shares + 2 * C + q, slope, mask=q < width)
+        tl.store(shares + 2 * C + width + q, slope * mean_F - weight * tl.sum(total, 1), mask=q < width)
 
-    entries = tl.zeros([1, 1, 1], tl.float32)
-    m = tl.zeros([1, 1, 1], tl.float32)
-    total = tl.zeros([1, BG, BK], tl.float32)
-    total_B = tl.zeros([1, BG, BK], tl.float32)
-    total_F = tl.zeros([1, BG, BK], tl.float32)
-    for start in range(0, N, BN):
-        count, sums, x_B, x_F, mean_F, r_F, real = products(
-            partial, planes, counts, start + first, c, inside, mean_B, r_B, N, C, P, splits, K, eps, MASKED
-        )
-        entries += over_samples(count)
-        m += over_samples(tl.where(count > 0, 1.0, 0.0))
-        total += over_samples(sums)
-        total_B += over_samples(x_B)
-        total_F += over_samples(x_F)
-    entries, m = tl.maximum(entries, 1.0), tl.maximum(m, 1.0)
-    w_B, w_F = scale * (1 - (1 / m + mix_eps)), scale * (1 / m - mix_eps)  # eq 16
-    tl.store(gradients + c, w_B * total_B + w_F * total_F, mask=inside)
-    tl.store(gradients + C + c, total, mask=inside)
 
-    # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
-    scale_B = w_B * gain * r_B / entries
-    slope_B = scale_B * total_B * r_B
-    for start in range(0, N, BN):
-        n = start + first
-        count, sums, x_B, x_F, mean_F, r_F, real = products(
-            partial, planes, counts, n, c, inside, mean_B, r_B, N, C, P, splits, K, eps, MASKED
-        )
-        scale_F = w_F * r_F / tl.maximum(count, 1.0)
-        slope_F = scale_F * over_group(gain * x_F, inside, K) * r_F
-        offset_F = scale_F * over_group(gain * sums, inside, K)
-        at = coefficients + n.to(tl.int64) * C + c
-        tl.store(at, -(slope_B + slope_F), mask=real)
-        c0 = slope_B * mean_B - scale_B * total + (slope_F * mean_F - offset_F)
-        tl.store(at + N.to(tl.int64) * C, c0, mask=real)
-
-
-@triton.jit(do_not_specialize=["N", "C", "P", "run", "splits"])
+@triton.jit(
+    do_not_specialize=["N", "C", "P", "run", "splits", "groups"], do_not_specialize_on_alignment=["gamma", "beta"]
+)
 def apply_backward(
-    x, dy, residual, dx, d_residual, mask, planes, coefficients, N, C, P, run, splits,
+    x, dy, residual, dx, d_residual, mask, statistics, gamma, beta, shares, N, C, P, run, splits, groups,
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -616,10 +659,11 @@ def apply_backward(
     n = N - 1 - n  # what was measured last may still be in the cache
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = n.to(tl.int64) * C * P
-    a, b = affine_of(planes, n, c, N, C)
-    row = coefficients + n.to(tl.int64) * C + c
-    c1 = tl.load(row, mask=c < C, other=0.0)
-    c0 = tl.load(row + N.to(tl.int64) * C, mask=c < C, other=0.0)
+    a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
+    at = shares + 2 * C + n.to(tl.int64) * groups + c // (C // groups)
+    width = N.to(tl.int64) * groups
+    c1 = -(tl.load(shares + c, mask=c < C, other=0.0) + tl.load(at, mask=c < C, other=0.0))
+    c0 = tl.load(shares + C + c, mask=c < C, other=0.0) + tl.load(at + width, mask=c < C, other=0.0)
     for start in range(first, last, BP):
         p = start + lane
         inside = (p < last) & (c < C)

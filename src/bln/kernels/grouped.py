@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from .. import _coefficients, formula
 from .._autograd import differentiate
 from .._spec import Spec
 from ..config import StatisticsConfig
-from ..formula import Moments, Statistics
-from . import affine
-from .plan import Launch, Plan, Shape, plan, power_of_two
+from ..formula import Statistics
+from .plan import Plan, Shape, plan
 from .population import buffers, written
 from .slabs import on_its_device
 
@@ -56,6 +55,40 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.preserve_format)
 
 
+class Measured(NamedTuple):
+    """What ``measure`` writes: partial results, counts under a mask, and room for the statistics."""
+
+    partial: Tensor
+    counts: Tensor | None
+    found: Tensor
+
+
+class Call:
+    """What a call needs besides tensors that have gradients."""
+
+    def __init__(
+        self, planned: Plan, spec: Spec, channel_dim: int, mask: Tensor | None, activation: str | None
+    ) -> None:
+        self.planned, self.spec, self.channel_dim = planned, spec, channel_dim
+        self.mask, self.activation = mask, activation
+        self.numbers = _numbers(planned, spec)
+        self.remember: Remembered = None
+        self.found: Any = None  # the statistics, once there are some
+
+
+def _called(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
+    residual: Tensor | None, activation: str | None,
+) -> tuple[Tensor, Call]:  # fmt: skip
+    """The input as a plan can read it, with features last if need be, and the call."""
+    planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
+    if planned is None:
+        x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
+        planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
+        assert planned is not None
+    return x, Call(planned, spec, channel_dim, mask, activation)
+
+
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
@@ -71,64 +104,39 @@ def train(
     remember: Remembered = None,
     residual: Tensor | None = None,
     activation: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``y``, the planes and batch statistics that ``join`` wrote, and counts under a mask.
-
-    With ``remember`` the population is updated.
-    """
-    planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
-    if planned is None:
-        x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
-        planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
-        assert planned is not None
-    return _Train.apply(  # type: ignore[no-untyped-call,no-any-return]
-        x, gamma, beta, residual, mask, channel_dim, spec, planned, remember, activation
-    )
+) -> tuple[Tensor, Call]:
+    """``y``, and the call with the statistics that ``join`` wrote. With ``remember`` the population is updated."""
+    x, call = _called(x, gamma, beta, mask, channel_dim, spec, residual, activation)
+    call.remember = remember
+    return _Train.apply(x, gamma, beta, residual, call), call  # type: ignore[no-untyped-call]
 
 
-def statistics(planes: Tensor, batch: Tensor, counts: Tensor | None, groups: int) -> Statistics:
-    """The five statistics of a mini-batch, from what ``train`` returns."""
-    mean, var = planes[0], planes[1]
-    m = len(mean) if counts is None else (counts.sum(0) > 0).sum().clamp(min=1)
-    inverse_m = mean.new_full((), 1 / m) if isinstance(m, int) else 1 / m.to(mean.dtype)
-    return Statistics(*batch, *formula.feature_statistics(torch, Moments(mean, var, None), groups), inverse_m)
+def train_with_statistics(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec
+) -> tuple[Tensor, Statistics]:
+    """``y`` and the five statistics of the mini-batch."""
+    if torch.compiler.is_compiling():
+        y, found = train_traced(x, gamma, beta, mask, channel_dim, spec)
+    else:
+        y, call = train(x, gamma, beta, mask, channel_dim, spec)
+        found = call.found
+    assert spec.groups is not None
+    features, groups = _parts(found, x.shape[0], x.shape[channel_dim], spec.groups)
+    return y, Statistics(*features[:2], *groups[:2], found[-3])
 
 
-def measured(x: Tensor, mask: Tensor | None, planned: Plan, launch: str = "__call__") -> tuple[Tensor, Tensor | None]:
-    """What ``measure`` writes: partial results, and counts under a mask."""
-    n, c, p, _ = planned.shape
-    partial = torch.empty(2, planned.splits, n, c, dtype=torch.float32, device=x.device)
-    counts = None if mask is None else torch.empty(planned.splits, n, dtype=torch.float32, device=x.device)
-    getattr(planned.measure, launch)(x, mask, partial, counts, n, c, p, planned.run, planned.splits)
-    return partial, counts
+def measured(x: Tensor, mask: Tensor | None, planned: Plan, launch: str = "__call__") -> Measured:
+    """Launch ``measure``; room for the statistics comes with its results."""
+    partial = torch.empty(planned.partial, dtype=torch.float32, device=x.device)
+    found = torch.empty(planned.statistics, dtype=torch.float32, device=x.device)
+    counts = None if mask is None else torch.empty(planned.counts, dtype=torch.float32, device=x.device)
+    getattr(planned.measure, launch)(x, mask, partial, counts, found, *planned.sizes)
+    return Measured(partial, counts, found)
 
 
-def joined(
-    partial: Tensor, counts: Tensor | None, gamma: Tensor | None, beta: Tensor | None, spec: Spec, planned: Plan,
-    launch: str = "__call__",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What ``join`` writes: planes, batch statistics, and feature statistics averaged over samples."""
-    n, c, p, _ = planned.shape
-    planes = torch.empty(4, n, c, dtype=torch.float32, device=partial.device)
-    batch = torch.empty(2, c, dtype=torch.float32, device=partial.device)
-    features = torch.empty(2, planned.groups, dtype=torch.float32, device=partial.device)
-    scale = formula.weights(0.0, 0.0, c, spec.dim_scale)[0]
-    getattr(planned.join, launch)(
-        partial, counts, gamma, beta, planes, batch, features, n, c, p, planned.run, planned.splits, planned.groups,
-        spec.mix_eps, scale, spec.eps,
-    )  # fmt: skip
-    return planes, batch, features
-
-
-def _update(batch: Tensor, features: Tensor, counts: Tensor | None, remember: Remembered, planned: Plan) -> None:
-    if remember is None:
-        return
-    population, momentum = remember
-    n, c, p, _ = planned.shape
-    kept = buffers(population)
-    written(kept)
-    launch = planned.average if momentum is None else planned.update
-    launch(batch, features, counts, *kept, n, c, p, planned.splits, planned.groups, momentum or 0.0)
+def _numbers(planned: Plan, spec: Spec) -> tuple[float, float, float]:
+    """What the kernels know as ``mix_eps``, ``scale`` and ``eps``."""
+    return spec.mix_eps, formula.weights(0.0, 0.0, planned.sizes[1], spec.dim_scale)[0], spec.eps
 
 
 class _Train(torch.autograd.Function):
@@ -141,70 +149,75 @@ class _Train(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
         residual: Tensor | None,
-        mask: Tensor | None,
-        channel_dim: int,
-        spec: Spec,
-        planned: Plan,
-        remember: Remembered,
-        activation: str | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        n, c, p, _ = planned.shape
-        x, real = _aligned(x), _as_bytes(mask)
-        partial, counts = measured(x, real, planned)
-        planes, batch, features = joined(partial, counts, gamma, beta, spec, planned)
-        _update(batch, features, counts, remember, planned)
+        call: Call,
+    ) -> Tensor:
+        planned = call.planned
+        x, real = _aligned(x), _as_bytes(call.mask)
+        partial, counts, found = measured(x, real, planned)
+        if call.remember is None:
+            planned.join(partial, counts, found, *[None] * 7, *planned.sizes, *call.numbers, 0.0)
+        else:
+            population, momentum = call.remember
+            kept = buffers(population)
+            written(kept)
+            planned.join_updating(
+                partial, counts, found, *kept, *planned.sizes, *call.numbers, -1.0 if momentum is None else momentum
+            )
         y = torch.empty_like(x)
-        beside = None if residual is None else _like(residual, x)
-        planned.apply(x, y, beside, real, planes, n, c, p, planned.run, planned.splits)
-        ctx.rest = mask, channel_dim, spec, activation
-        ctx.planned = planned
-        kept = beside if activation is not None else None
-        ctx.save_for_backward(x, gamma, beta, residual if kept is None else kept, real, planes, batch, counts)
-        ctx.mark_non_differentiable(planes, batch, *([] if counts is None else [counts]))
-        ctx.set_materialize_grads(False)
-        return y, planes, batch, counts
+        residual = None if residual is None else _like(residual, x)
+        planned.apply(x, y, residual, real, found, gamma, beta, *planned.sizes)
+        ctx.call, ctx.with_residual = call, residual is not None
+        ctx.save_for_backward(x, gamma, beta, residual if call.activation is not None else None, real, found, counts)
+        call.found = found
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return (None,) * 10
-        x, gamma, beta, residual, real, planes, batch, counts = ctx.saved_tensors
-        mask, channel_dim, spec, activation = ctx.rest
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        x, gamma, beta, residual, real, found, counts = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *differentiate(_plain, (x, gamma, beta, residual), ctx, dy), *[None] * 6
-        planned: Plan = ctx.planned
-        n, c, p, _ = planned.shape
+            if ctx.with_residual and residual is None:
+                residual = torch.zeros_like(x, requires_grad=True)  # it is added: its value does not matter
+            return *differentiate(_plain, (x, gamma, beta, residual), _Rest(ctx, call), dy), None
+        planned = call.planned
         dy = _like(dy, x)
-        beside = residual if activation is not None else None
-        partial = torch.empty(2, planned.splits, n, c, dtype=torch.float32, device=x.device)
-        planned.measure_backward(x, dy, beside, real, planes, partial, n, c, p, planned.run, planned.splits)
-        coefficients, gradients = joined_backward(partial, counts, gamma, planes, batch, spec, planned)
+        partial = torch.empty(planned.partial, dtype=torch.float32, device=x.device)
+        planned.measure_backward(x, dy, residual, real, found, gamma, beta, partial, *planned.sizes)
+        shares, d_gamma, d_beta = shared(partial, counts, found, gamma, planned, call.numbers)
         dx = torch.empty_like(x)
-        d_residual = torch.empty_like(x) if ctx.needs_input_grad[3] and activation is not None else None
-        planned.apply_backward(
-            x, dy, beside, dx, d_residual, real, planes, coefficients, n, c, p, planned.run, planned.splits
-        )
-        if ctx.needs_input_grad[3] and activation is None:
-            d_residual = dy if mask is None else torch.where(mask.unsqueeze(channel_dim), dy, 0)
-        d_gamma = None if gamma is None else gradients[0].to(gamma.dtype)
-        d_beta = None if beta is None else gradients[1].to(beta.dtype)
-        return dx, d_gamma, d_beta, d_residual, *[None] * 6
+        wanted = ctx.needs_input_grad[3]
+        d_residual = torch.empty_like(x) if wanted and call.activation is not None else None
+        planned.apply_backward(x, dy, residual, dx, d_residual, real, found, gamma, beta, shares, *planned.sizes)
+        if wanted and d_residual is None:
+            d_residual = _coefficients.hide(dy, call.mask, call.channel_dim)
+        return dx, _typed(d_gamma, gamma), _typed(d_beta, beta), d_residual, None
 
 
-def joined_backward(
-    partial: Tensor, counts: Tensor | None, gamma: Tensor | None, planes: Tensor, batch: Tensor, spec: Spec,
-    planned: Plan, launch: str = "__call__",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What ``join_backward`` writes: ``c1`` and ``c0``, and the gradients of gamma and beta."""
-    n, c, p, _ = planned.shape
-    coefficients = torch.empty(2, n, c, dtype=torch.float32, device=partial.device)
-    gradients = torch.empty(2, c, dtype=torch.float32, device=partial.device)
-    scale = formula.weights(0.0, 0.0, c, spec.dim_scale)[0]
+class _Rest:
+    """What ``differentiate`` asks a context for."""
+
+    def __init__(self, ctx: Any, call: Call) -> None:
+        self.needs_input_grad = ctx.needs_input_grad
+        self.rest = call.mask, call.channel_dim, call.spec, call.activation
+
+
+def _typed(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """A gradient in its parameter's type."""
+    return None if parameter is None else gradient.to(parameter.dtype)
+
+
+def shared(
+    partial: Tensor, counts: Tensor | None, found: Tensor, gamma: Tensor | None, planned: Plan,
+    numbers: tuple[float, float, float], launch: str = "__call__",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch ``join_backward``: the shares of ``c1`` and ``c0``, the gradients of gamma and beta."""
+    n, c, p, _, splits, groups = planned.sizes
+    shares = torch.empty(planned.shares, dtype=torch.float32, device=partial.device)
+    d_gamma, d_beta = (torch.empty(c, dtype=torch.float32, device=partial.device) for _ in range(2))
     getattr(planned.join_backward, launch)(
-        partial, counts, gamma, planes, batch, coefficients, gradients, n, c, p, planned.splits, planned.groups,
-        spec.mix_eps, scale, spec.eps,
-    )  # fmt: skip
-    return coefficients, gradients
+        partial, counts, found, gamma, shares, d_gamma, d_beta, n, c, p, splits, groups, *numbers
+    )
+    return shares, d_gamma, d_beta
 
 
 def _like(value: Tensor, x: Tensor) -> Tensor:
@@ -256,13 +269,8 @@ def infer(
     activation: str | None = None,
 ) -> Tensor:
     """Algorithm 2 of ``x`` in any configuration."""
-    planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
-    if planned is None:
-        x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
-        planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
-    normalized: Tensor = _Infer.apply(  # type: ignore[no-untyped-call]
-        x, gamma, beta, residual, mask, channel_dim, spec, population, config, activation, planned
-    )
+    x, call = _called(x, gamma, beta, mask, channel_dim, spec, residual, activation)
+    normalized: Tensor = _Infer.apply(x, gamma, beta, residual, population, config, call)  # type: ignore[no-untyped-call]
     return normalized
 
 
@@ -276,37 +284,30 @@ class _Infer(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
         residual: Tensor | None,
-        mask: Tensor | None,
-        channel_dim: int,
-        spec: Spec,
         population: Population,
         config: StatisticsConfig,
-        activation: str | None,
-        planned: Plan,
+        call: Call,
     ) -> Tensor:
-        n, c, p, _ = planned.shape
-        x, real = _aligned(x), _as_bytes(mask)
-        partial, counts = None, None
-        if config.uses_batch or config.uses_features or mask is not None:
-            partial, counts = measured(x, real, planned)
-        planes = torch.empty(4, n, c, dtype=torch.float32, device=x.device)
-        scale = formula.weights(0.0, 0.0, c, spec.dim_scale)[0]
+        planned, kept = call.planned, buffers(population)
+        x, real = _aligned(x), _as_bytes(call.mask)
+        if config.uses_batch or config.uses_features or real is not None:
+            partial, counts, found = measured(x, real, planned)
+        else:
+            partial, counts = None, None
+            found = torch.empty(planned.statistics, dtype=torch.float32, device=x.device)
         bits = int("".join("1" if letter == "T" else "0" for letter in str(config)), 2)
-        planned.join_inference(bits)(
-            partial, counts, gamma, beta, planes, *buffers(population)[:6], n, c, p, planned.run, planned.splits,
-            planned.groups, spec.mix_eps, scale, spec.eps,
-        )  # fmt: skip
+        planned.join_inference[bits](partial, counts, found, *kept[:6], *planned.sizes, *call.numbers)
         y = torch.empty_like(x)
         beside = None if residual is None else _like(residual, x)
-        planned.apply(x, y, beside, real, planes, n, c, p, planned.run, planned.splits)
-        ctx.rest = mask, channel_dim, spec, population, config, activation
-        ctx.save_for_backward(x, gamma, beta, residual, *population.buffers())  # so that a change of it is noticed
+        planned.apply(x, y, beside, real, found, gamma, beta, *planned.sizes)
+        ctx.rest = call.mask, call.channel_dim, call.spec, population, config, call.activation
+        ctx.save_for_backward(x, gamma, beta, residual, *kept)  # so that a change of the population is noticed
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, residual, *_ = ctx.saved_tensors
-        return *differentiate(_plain_inference, (x, gamma, beta, residual), ctx, dy), *[None] * 7
+        return *differentiate(_plain_inference, (x, gamma, beta, residual), ctx, dy), *[None] * 3
 
 
 def _plain_inference(
@@ -338,24 +339,36 @@ def _traced_plan(x: Tensor, channel_dim: int, groups: int, masked: bool) -> Plan
     return Plan(shape, x.element_size(), groups, masked, None)
 
 
-@torch.library.triton_op("bln::grouped_join", mutates_args={})
+@torch.library.triton_op(
+    "bln::grouped_join",
+    mutates_args={"batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates", "samples"},
+)
 def grouped_join(
     x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
     mask: Tensor | None,
+    batch_mean: Tensor | None,
+    batch_var: Tensor | None,
+    feature_mean: Tensor | None,
+    feature_var: Tensor | None,
+    inverse_m: Tensor | None,
+    updates: Tensor | None,
+    samples: Tensor | None,
     channel_dim: int,
     groups: int,
     eps: float,
     mix_eps: float,
     dim_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``measure`` and ``join`` write: planes, batch and averaged feature statistics, and counts under a mask."""
+    momentum: float,
+) -> tuple[Tensor, Tensor]:
+    """Launch ``measure`` and ``join``: the statistics, and counts under a mask."""
     planned = _traced_plan(x, channel_dim, groups, mask is not None)
-    spec = Spec(groups, False, eps, mix_eps, dim_scale)
-    partial, counts = measured(x, mask, planned, "traced")
-    planes, batch, features = joined(partial, counts, gamma, beta, spec, planned, "traced")
-    return planes, batch, features, partial.new_empty(0) if counts is None else counts
+    partial, counts, found = measured(x, mask, planned, "traced")
+    numbers = _numbers(planned, Spec(groups, False, eps, mix_eps, dim_scale))
+    planned.join.traced(
+        partial, counts, found, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
+        *planned.sizes, *numbers, momentum,
+    )  # fmt: skip
+    return found, found.new_empty(0) if counts is None else counts
 
 
 @torch.library.triton_op("bln::grouped_join_backward", mutates_args={})
@@ -364,52 +377,20 @@ def grouped_join_backward(
     dy: Tensor,
     gamma: Tensor | None,
     mask: Tensor | None,
-    planes: Tensor,
-    batch: Tensor,
+    found: Tensor,
     counts: Tensor,
     channel_dim: int,
     groups: int,
     eps: float,
     mix_eps: float,
     dim_scale: bool,
-) -> tuple[Tensor, Tensor]:
-    """What ``measure_backward`` and ``join_backward`` write: ``c1`` and ``c0``, gradients of gamma and beta."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch ``measure_backward`` and ``join_backward``: shares of ``c1`` and ``c0``, gradients of gamma and beta."""
     planned = _traced_plan(x, channel_dim, groups, mask is not None)
-    n, c, p, _ = planned.shape
-    spec = Spec(groups, False, eps, mix_eps, dim_scale)
-    partial = torch.empty(2, planned.splits, n, c, dtype=torch.float32, device=x.device)
-    planned.measure_backward.traced(x, dy, None, mask, planes, partial, n, c, p, planned.run, planned.splits)
-    known = counts if mask is not None else None
-    return joined_backward(partial, known, gamma, planes, batch, spec, planned, "traced")
-
-
-@torch.library.triton_op(
-    "bln::grouped_update",
-    mutates_args={"batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates", "samples"},
-)
-def grouped_update(
-    batch: Tensor,
-    features: Tensor,
-    counts: Tensor,
-    batch_mean: Tensor,
-    batch_var: Tensor,
-    feature_mean: Tensor,
-    feature_var: Tensor,
-    inverse_m: Tensor,
-    updates: Tensor,
-    samples: Tensor,
-    n: int,
-    p: int,
-    masked: bool,
-    momentum: float | None,
-) -> None:
-    """Average the population with a mini-batch."""
-    c, groups = batch.shape[1], features.shape[1]
-    constants = {"AVERAGE": momentum is None, "MASKED": masked, "BLOCK": min(1024, power_of_two(c))}
-    Launch(affine.update, 1, constants, 4).traced(
-        batch, features, counts if masked else None, batch_mean, batch_var, feature_mean, feature_var, inverse_m,
-        updates, samples, n, c, p, counts.shape[0] if masked else 1, groups, momentum or 0.0,
-    )  # fmt: skip
+    partial = torch.empty(planned.partial, dtype=torch.float32, device=x.device)
+    planned.measure_backward.traced(x, dy, None, mask, found, None, None, partial, *planned.sizes)
+    numbers = _numbers(planned, Spec(groups, False, eps, mix_eps, dim_scale))
+    return shared(partial, counts if mask is not None else None, found, gamma, planned, numbers, "traced")
 
 
 def train_traced(
@@ -420,29 +401,39 @@ def train_traced(
     channel_dim: int,
     spec: Spec,
     remember: Remembered = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``train`` for a compiler: the reductions are operators that it sees through, the maps plain operators."""
+) -> tuple[Tensor, Tensor]:
+    """``y`` and the statistics, for a compiler: reductions are operators that it sees through, maps plain operators."""
     if Shape.of(x, channel_dim) is None:
         x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
-    detached = (None if t is None else t.detach() for t in (x, gamma, beta))
-    real = _as_bytes(mask)
-    planes, batch, features, counts = torch.ops.bln.grouped_join(
-        *detached, real, channel_dim, spec.groups, spec.eps, spec.mix_eps, spec.dim_scale
-    )
+    kept: tuple[Tensor | None, ...] = (None,) * 7
+    momentum: float | None = 0.0
     if remember is not None:
         population, momentum = remember
-        n = x.shape[0]
-        p = x.numel() // (n * x.shape[channel_dim])
-        kept = (getattr(population, name) for name in Statistics._fields)
-        torch.ops.bln.grouped_update(
-            batch, features, counts, *kept, population.updates, population.samples, n, p, mask is not None, momentum
-        )
-    y = _Traced.apply(x, gamma, beta, mask, planes, batch, counts, channel_dim, spec)  # type: ignore[no-untyped-call]
-    return y, planes, batch, counts if mask is not None else None
+        kept = (
+            population.batch_mean, population.batch_var, population.feature_mean, population.feature_var,
+            population.inverse_m, population.updates, population.samples,
+        )  # fmt: skip
+    found, counts = torch.ops.bln.grouped_join(
+        x.detach(), _as_bytes(mask), *kept, channel_dim, spec.groups, spec.eps, spec.mix_eps, spec.dim_scale,
+        -1.0 if momentum is None else momentum,
+    )  # fmt: skip
+    y = _Traced.apply(x, gamma, beta, mask, found, counts, channel_dim, spec)  # type: ignore[no-untyped-call]
+    return y, found
 
 
-def _beside(value: Tensor, x: Tensor, channel_dim: int) -> Tensor:
-    return value.reshape(value.shape[0], *[1] * (channel_dim - 1), value.shape[1], *[1] * (x.dim() - 1 - channel_dim))
+def _over_positions(feature: Tensor, group: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """The sum of a value for each feature and one for each sample and group, in a shape that meets ``x``."""
+    n, groups = group.shape
+    each = feature.view(1, groups, -1) + group.unsqueeze(-1)
+    return each.reshape(n, *[1] * (channel_dim - 1), feature.shape[0], *[1] * (x.dim() - 1 - channel_dim))
+
+
+def _parts(found: Tensor, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Values for each feature, and for each sample and group, that stand one after the other in a buffer."""
+    count = (found.shape[0]) // (c + n * groups)
+    return found[: count * c].view(count, c).unbind(), found[count * c :][: count * n * groups].view(
+        count, n, groups
+    ).unbind()
 
 
 class _Traced(torch.autograd.Function):
@@ -455,28 +446,42 @@ class _Traced(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
         mask: Tensor | None,
-        planes: Tensor,
-        batch: Tensor,
+        found: Tensor,
         counts: Tensor,
         channel_dim: int,
         spec: Spec,
     ) -> Tensor:
-        ctx.save_for_backward(x, gamma, mask, planes, batch, counts)
+        ctx.save_for_backward(x, gamma, mask, found, counts)
         ctx.channel_dim, ctx.spec, ctx.with_beta = channel_dim, spec, beta is not None
-        a, b = (_beside(plane, x, channel_dim) for plane in (planes[2], planes[3]))
+        assert spec.groups is not None
+        features, groups = _parts(found, x.shape[0], x.shape[channel_dim], spec.groups)
+        a = _over_positions(features[2], groups[2], x, channel_dim)
+        b = -_over_positions(features[3], groups[3], x, channel_dim)
+        along = -1, *[1] * (x.dim() - 1 - channel_dim)
+        if gamma is not None:
+            gain = gamma.float().view(along)
+            a, b = gain * a, gain * b
+        if beta is not None:
+            b = b + beta.float().view(along)
         return _coefficients.hide(a * x.float() + b, mask, channel_dim).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gamma, mask, planes, batch, counts = ctx.saved_tensors
+        x, gamma, mask, found, counts = ctx.saved_tensors
         channel_dim, spec = ctx.channel_dim, ctx.spec
         if dy.stride() != x.stride():
             dy = torch.empty_like(x).copy_(dy)
-        coefficients, gradients = torch.ops.bln.grouped_join_backward(
-            x, dy, gamma, _as_bytes(mask), planes, batch, counts, channel_dim, spec.groups, spec.eps, spec.mix_eps,
+        shares, d_gamma, d_beta = torch.ops.bln.grouped_join_backward(
+            x, dy, gamma, _as_bytes(mask), found, counts, channel_dim, spec.groups, spec.eps, spec.mix_eps,
             spec.dim_scale,
         )  # fmt: skip
-        a, c1, c0 = (_beside(value, x, channel_dim) for value in (planes[2], coefficients[0], coefficients[1]))
-        dx = _coefficients.hide(a * dy.float() + c1 * x.float() + c0, mask, channel_dim).to(x.dtype)
-        d_gamma = None if gamma is None else gradients[0].to(gamma.dtype)
-        return dx, d_gamma, gradients[1].clone() if ctx.with_beta else None, *[None] * 6
+        n, c = x.shape[0], x.shape[channel_dim]
+        features, groups = _parts(found, n, c, spec.groups)
+        a = _over_positions(features[2], groups[2], x, channel_dim)
+        if gamma is not None:
+            a = gamma.float().view(-1, *[1] * (x.dim() - 1 - channel_dim)) * a
+        (p1, p0), (q1, q0) = _parts(shares, n, c, spec.groups)
+        c1, c0 = (_over_positions(p, q, x, channel_dim) for p, q in ((p1, q1), (p0, q0)))
+        dx = _coefficients.hide(a * dy.float() - c1 * x.float() + c0, mask, channel_dim).to(x.dtype)
+        with_beta = d_beta if ctx.with_beta else None
+        return dx, None if gamma is None else d_gamma.to(gamma.dtype), with_beta, *[None] * 5

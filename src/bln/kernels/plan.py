@@ -64,14 +64,12 @@ def tile(shape: Shape, itemsize: int) -> Tile:
     return Tile(constants, n * splits * -(-c // features), run, splits)
 
 
-def groups_tile(n: int, c: int, groups: int) -> tuple[dict[str, Any], int]:
-    """Tiles of whole groups for the launches that join, and how many programs there are."""
-    size = power_of_two(c // groups)
-    together = min(power_of_two(groups), max(1, 16 // size))
-    samples = max(1, 4096 // (size * together))
-    if isinstance(n, int):
-        samples = min(power_of_two(n), samples)
-    return {"BN": samples, "BG": together, "BK": size}, -(-groups // together)
+def joining_tile(n: int, c: int, groups: int) -> tuple[dict[str, Any], int]:
+    """Tiles of the launches that join, 64 by 32 features and 2048 values of samples and groups, and their programs."""
+    size = min(256, power_of_two(c // groups))
+    rows = max(1, 2048 // size)
+    constants = {"BR": 64, "BA": 32, "BQ": rows, "BK": size}
+    return constants, -(-c // 32) + -(-n * groups // rows)
 
 
 def power_of_two(number: int) -> int:
@@ -93,6 +91,7 @@ class Launch:
         self.compiled: Any = None
 
     def __call__(self, *arguments: Any) -> None:
+        """Launch on the current stream."""
         compiled = self.compiled
         if compiled is None:
             found = self.kernel[self.grid](*arguments, **self.constants, num_warps=self.num_warps)
@@ -115,31 +114,26 @@ class Plan:
 
     def __init__(self, shape: Shape, itemsize: int, groups: int, masked: bool, activation: str | None) -> None:
         n, c, p, _ = self.shape = shape
-        self.groups = groups
         over = tile(shape, itemsize)
-        self.run, self.splits = over.run, over.splits
-        joining, programs = groups_tile(n, c, groups)
+        self.sizes = n, c, p, over.run, over.splits, groups
+        self.partial = 2, over.splits, n, c
+        self.counts = (over.splits, n) if masked else None
+        self.statistics = 4 * (c + n * groups) + 3
+        self.shares = 2 * (c + n * groups)
+        joining, programs = joining_tile(n, c, groups)
         constants = {**over.constants, "MASKED": masked}
         activated = {**constants, "ACTIVATION": activation}
         joining["MASKED"] = masked
-        self.joining, self.join_programs = joining, programs
         self.measure = Launch(affine.measure, over.programs, constants, 4)
         self.apply = Launch(affine.apply, over.programs, activated, 4)
         self.measure_backward = Launch(affine.measure_backward, over.programs, activated, 4)
         self.apply_backward = Launch(affine.apply_backward, over.programs, activated, 4)
         self.join = Launch(affine.join, programs, joining, 4)
+        self.join_updating = Launch(affine.join, programs, joining, 4)
         self.join_backward = Launch(affine.join_backward, programs, joining, 4)
-        block = {"MASKED": masked, "BLOCK": min(1024, power_of_two(c))}
-        self.update = Launch(affine.update, 1, {"AVERAGE": False, **block}, 4)
-        self.average = Launch(affine.update, 1, {"AVERAGE": True, **block}, 4)
-        self._inference: dict[int, Launch] = {}
-
-    def join_inference(self, config: int) -> Launch:
-        """The launch that joins in a configuration, four bits."""
-        if config not in self._inference:
-            constants = {"CONFIG": config, **self.joining}
-            self._inference[config] = Launch(affine.join_inference, self.join_programs, constants, 4)
-        return self._inference[config]
+        self.join_inference = [
+            Launch(affine.join_inference, programs, {"CONFIG": config, **joining}, 4) for config in range(16)
+        ]
 
 
 _plans: dict[Any, Plan | None] = {}

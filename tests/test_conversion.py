@@ -183,7 +183,10 @@ def test_statistics_that_an_instance_norm_never_moves_stay():
 
 def test_a_norm_whose_weight_is_computed_is_left():
     norm = prune.random_unstructured(nn.BatchNorm1d(6), "weight", 0.5)
-    with pytest.warns(UserWarning, match=r"left as it is, torch\.nn\.modules\.batchnorm\.BatchNorm1d: its weight is computed, as by pruning"):
+    with pytest.warns(
+        UserWarning,
+        match=r"left as it is, torch\.nn\.modules\.batchnorm\.BatchNorm1d: its weight is computed, as by pruning",
+    ):
         assert bln.convert(norm) is norm
     prune.remove(norm, "weight")
     assert isinstance(bln.convert(norm), BatchLayerNorm)

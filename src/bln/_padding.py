@@ -63,7 +63,7 @@ class _Given(AbstractContextManager[None]):
     def fits(self, layer: BatchLayerNorm, x: Tensor) -> bool:
         """Whether the layer uses it: in ``eval()`` a hook's only where it changes a statistic.
 
-        So a converted model keeps its function in ``eval()`` at padded entries too, which convolutions and poolings see.
+        So a converted model keeps its function at padded entries too, which convolutions and poolings see.
         """
         if self.mask is None or not (self.asked or layer.training or layer.config.uses_batch):
             return False
@@ -124,7 +124,7 @@ def _remember(layer: BatchLayerNorm, given: _Given, y: Tensor) -> None:
         used.without_graph = given
     else:
         used.graphs.add(given)
-        y.grad_fn.metadata["bln.padding"] = given
+        y.grad_fn.metadata["bln.padding"] = given  # type: ignore[index]  # a dict, whatever its stub says
 
 
 def _recall(layer: BatchLayerNorm) -> _Given | None:
@@ -132,7 +132,7 @@ def _recall(layer: BatchLayerNorm) -> _Given | None:
     used = _used.get(layer)
     if used is None:
         return None
-    found = list(used.graphs) or [used.without_graph]
+    found: list[_Given | None] = list(used.graphs) or [used.without_graph]
     masks = [given.mask for given in found if given is not None and given.mask is not None]
     if any(not torch.equal(mask, masks[0]) for mask in masks[1:]):
         raise RuntimeError(

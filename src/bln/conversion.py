@@ -43,10 +43,9 @@ def convert(
     BatchNorm has seen counts as one of 32 samples, since it does not say how many there were. Samples must come first,
     as ever with BLN: build transformers with ``batch_first=True``.
 
-    A norm of another class, such as a subclass with an activation in it, is run on random inputs: it is replaced if BLN,
-    with the modules that it holds behind it, computes the same. A warning names the norms that are left with the
-    reason, norms whose hooks are gone, and a module that takes samples second; and says so if there is nothing to
-    convert.
+    A norm of another class, such as a subclass with an activation in it, is run on random inputs. It is replaced if
+    BLN computes the same, with what the norm holds behind it. A warning names the norms that are left and why, norms
+    whose hooks are gone, and a module that takes samples second; and says so if there is nothing to convert.
 
     Parts that are called with ``src_key_padding_mask``, ``tgt_key_padding_mask`` or, in Hugging Face's models,
     ``attention_mask`` get hooks that give it to the BLN layers inside, see ``bln.padding``: in training padding enters
@@ -159,7 +158,10 @@ def _looks_like_a_norm(module: nn.Module) -> bool:
     """Whether it is a norm, or has the name or the attributes of one and nothing with weights in it."""
     if isinstance(module, _NORMS):
         return True
-    named = re.search(r"Norm([A-Z\d]|$)", type(module).__name__)
+    kind = type(module)
+    named = re.search(r"Norm([A-Z\d]|$)", kind.__name__) and not kind.__module__.startswith(
+        "torch.nn.utils."
+    )  # weights'
     built = any(hasattr(module, name) for name in ("running_mean", "normalized_shape", "num_groups"))
     if not (named or (built and _eps(module) is not None)) or any(_layers(module)):
         return False
@@ -173,7 +175,11 @@ def _find_rule(norm: nn.Module, groups: int) -> _Rule | str:
     for name in ("weight", "bias"):
         if isinstance(value := getattr(norm, name, None), Tensor) and not isinstance(value, nn.Parameter):
             frozen = name in norm._buffers
-            way = "a buffer, so it is frozen, and BLN would train" if frozen else "computed, as by pruning; make that permanent"
+            way = (
+                "a buffer, so it is frozen, and BLN would train"
+                if frozen
+                else "computed, as by pruning; make that permanent"
+            )
             return f"its {name} is {way}"
     if isinstance(norm, nn.LayerNorm) and len(norm.normalized_shape) != 1:
         return f"normalized_shape={tuple(norm.normalized_shape)} spans more than the features of a position"
@@ -230,15 +236,19 @@ def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rul
                 pairs.append((x, probe(x.clone())))
             except Exception as error:  # it takes other shapes
                 failure = failure or error
-    if not any(outputs.values()):
+    found = outputs[1] + outputs[-1]
+    if not found:
         return f"it cannot be run on an input alone ({failure})"
+    most = max(x.dim() for x, _ in found)  # (N, C) alone does not say where features stand
     for rule in rules:
         for held in dict.fromkeys((behind, ())):
             new = _replace(probe, rule := rule._replace(behind=held), torch.empty(0, device="cpu")).eval()
             pairs = outputs[rule.channel_dim]
-            if pairs and all(isinstance(y, Tensor) and _same(new(x.clone()), y) for x, y in pairs):
+            if any(x.dim() == most for x, _ in pairs) and all(
+                isinstance(y, Tensor) and _same(new(x.clone()), y) for x, y in pairs
+            ):
                 return rule
-    return _what_else(probe, outputs[1] + outputs[-1])
+    return _what_else(probe, found)
 
 
 def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator) -> Iterator[Tensor]:
@@ -310,7 +320,7 @@ def _replace(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
         groups=rule.groups,
         channel_dim=rule.channel_dim,
         per_position=False,
-        eps=_eps(norm),
+        eps=_eps(norm) or 0.0,  # which is refused
         mix_eps=0.0,
         momentum=momentum,
         affine=weight is not None,

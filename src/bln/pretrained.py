@@ -55,8 +55,9 @@ def load_pretrained(kind: type[M], *args: Any, groups: int = 8, **kwargs: Any) -
         shown = "; ".join(f"{len(keys)} {what}, first {keys[0]}" for what, keys in wrong.items() if keys)
         raise ValueError(
             f"this is no checkpoint of a {kind.__name__} as bln.convert makes it: {shown}. Ways out: (1) of a model "
-            f"with its own norms: bln.convert({kind.__name__}.from_pretrained(...)); (2) converted with "
-            f"other groups than {groups}: give groups=; (3) with other BLN layers: build the model as it was, then load_state_dict(safetensors.torch.load_file(...))"
+            f"with its own norms: bln.convert({kind.__name__}.from_pretrained(...)); (2) converted with other groups "
+            f"than {groups}: give groups=; (3) with other BLN layers: build the model as it was, then "
+            "load_state_dict(safetensors.torch.load_file(...))"
         )
     model.__class__ = kind
     return model  # type: ignore[no-any-return]

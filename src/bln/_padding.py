@@ -151,7 +151,7 @@ _PADDED = ("src_key_padding_mask", "tgt_key_padding_mask")
 
 
 def install(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> None:
-    """Have each part of ``model`` that is called with a padding mask give it to its layers."""
+    """Add hooks to each part of ``model`` that is called with a padding mask, which give it to the layers inside."""
     modules = [m for m in model.modules() if any(map(is_layer, m.modules())) and not is_layer(m)]
     pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
     if any("attention_mask" in _arguments(m) for m in pretrained):

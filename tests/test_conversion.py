@@ -40,7 +40,7 @@ FUNCTION_KEPT = [
     (nn.GroupNorm(3, 6), (8, 6, 5, 4)),
     (nn.GroupNorm(1, 6, affine=False), (8, 6)),
 ]
-SAMPLE_NORMS = nn.LayerNorm | nn.GroupNorm | nn.InstanceNorm1d | nn.InstanceNorm2d
+OF_ONE_SAMPLE = [(norm, shape) for norm, shape in FUNCTION_KEPT if getattr(norm, "running_mean", None) is None]
 
 
 @pytest.mark.parametrize(("norm", "shape"), FUNCTION_KEPT, ids=lambda value: str(value))
@@ -62,19 +62,13 @@ def test_the_function_is_kept(norm, shape):
     assert (layer(x) - expected).abs().max() < 12 * torch.finfo(x.dtype).eps * size
 
 
-@pytest.mark.parametrize(
-    ("norm", "shape"), [(norm, shape) for norm, shape in FUNCTION_KEPT if isinstance(norm, SAMPLE_NORMS)], ids=str
-)
+@pytest.mark.parametrize(("norm", "shape"), OF_ONE_SAMPLE, ids=str)
 def test_a_norm_of_single_samples_is_the_same_in_training_at_batch_one(norm, shape):
     norm = copy.deepcopy(norm).double()
-    if getattr(norm, "running_mean", None) is not None:
-        pytest.skip("starts from the statistics of the population")
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
     layer = bln.convert(copy.deepcopy(norm)).train()
     x = torch.randn(1, *shape[1:], dtype=torch.float64, requires_grad=True)
-    if x[0].numel() == 6:
-        x = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
     dy = torch.randn_like(x)
     expected = norm(x)
     torch.testing.assert_close(layer(x), expected)
@@ -416,6 +410,19 @@ def test_what_cannot_be_converted_is_named_with_its_class_and_the_reason():
         def forward(self, x):
             return 2 * super().forward(x)
 
+    class GatedBatchNorm(nn.BatchNorm2d):
+        def __init__(self):
+            super().__init__(6)
+            self.gate = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            return super().forward(x) * (self.gate[:, None, None] if self.training else 1)
+
+    class SplitBatchNorm(nn.BatchNorm2d):
+        def __init__(self):
+            super().__init__(6)
+            self.others = nn.ModuleList([nn.BatchNorm2d(6)])
+
     class PreNorm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -438,6 +445,8 @@ def test_what_cannot_be_converted_is_named_with_its_class_and_the_reason():
         "one_plus": (OnePlusNorm(6), no_norm),
         "other_eps": (OtherEpsNorm(6), no_norm),
         "scaled": (ScaledBatchNorm(6), no_norm),
+        "gated": (GatedBatchNorm(), no_norm),
+        "split": (SplitBatchNorm(), no_norm),
         "overwritten": (overwritten(nn.BatchNorm2d(6)), no_norm),
         "frozen": (FrozenBatchNorm(), "its weight is a buffer, so it is frozen"),
         "adaptive": (AdaptiveNorm(6), r"it cannot be run on an input alone \(.*scale"),
@@ -459,7 +468,7 @@ def test_what_cannot_be_converted_is_named_with_its_class_and_the_reason():
         assert line.startswith(f"  {name}: left as it is, {kind.__module__}.{kind.__qualname__}: ")
         assert re.search(reason, line), line
         assert net[name] is module
-    assert set(bln.layers(net)) == {"usual", "already", "pre.norm", "group"}
+    assert set(bln.layers(net)) == {"usual", "already", "pre.norm", "group", "split.others.0"}
 
 
 def test_many_norms_left_for_the_same_reason_are_one_line():

@@ -244,9 +244,9 @@ def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rul
         for held in dict.fromkeys((behind, ())):
             new = _replace(probe, rule := rule._replace(behind=held), torch.empty(0, device="cpu")).eval()
             pairs = outputs[rule.channel_dim]
-            if any(x.dim() == most for x, _ in pairs) and all(
-                isinstance(y, Tensor) and _same(new(x.clone()), y) for x, y in pairs
-            ):
+            # A parameter that a rule would drop may matter in training.
+            complete = {id(p) for p in new.parameters()} == {id(p) for p in probe.parameters()}
+            if complete and any(x.dim() == most for x, _ in pairs) and all(_agrees(new, x, y) for x, y in pairs):
                 return rule
     return _what_else(probe, found)
 
@@ -259,6 +259,13 @@ def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator
         x = torch.randn(shape, generator=random, device="cpu", dtype=torch.float32) + 0.3
         x[1] *= math.sqrt(eps)
         yield x.movedim(-1, channel_dim)
+
+
+def _agrees(new: nn.Module, x: Tensor, y: Any) -> bool:
+    try:
+        return isinstance(y, Tensor) and _same(new(x.clone()), y)
+    except Exception:  # what the norm holds is not for its output
+        return False
 
 
 def _same(new: Tensor, old: Tensor) -> bool:

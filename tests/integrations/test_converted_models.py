@@ -177,3 +177,33 @@ def test_norms_that_subtract_no_mean_are_named():
     with pytest.warns(UserWarning, match=reason):
         bln.convert(model)
     assert not bln.layers(model)
+
+
+FIRST = [
+    "BatchNormAct2d", "GroupNorm", "GroupNorm1", "GroupNorm1Act", "GroupNormAct", "LayerNorm2d", "LayerNorm2dFp32",
+    "LayerNormAct2d", "LayerNormAct2dFp32", "SyncBatchNormAct",
+]  # fmt: skip
+LAST = ["LayerNorm", "LayerNormAct", "LayerNormActFp32", "LayerNormFp32"]
+LEFT = {
+    "RmsNorm": "it subtracts no mean", "RmsNorm2d": "it subtracts no mean", "RmsNormAct2d": "it subtracts no mean",
+    "SimpleNorm": "it subtracts no mean", "FrozenBatchNormAct2d": "its weight is a buffer, so it is frozen",
+    "EvoNorm2dS0": "it computes no batch, layer, group or instance normalization",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FIRST, *LAST])
+def test_norms_of_timm_are_known_by_what_they_compute(name):
+    norm, x = getattr(timm.layers, name)(32).eval(), torch.randn(4, 32, 6, 5)
+    x = x.movedim(1, -1) if name in LAST else x
+    expected = norm(x.clone())
+    new = quietly(norm)
+    assert len(bln.layers(new)) == 1
+    # One norm in float32, of values of a few units.
+    torch.testing.assert_close(new(x.clone()), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_norms_of_timm_that_are_something_else_are_left_with_the_reason(name):
+    kind = getattr(timm.layers, name)
+    with pytest.warns(UserWarning, match=rf"left as it is, {kind.__module__}\.{name}: {LEFT[name]}"):
+        bln.convert(kind(32))

@@ -61,6 +61,7 @@ $(READY): pyproject.toml constraints.txt
 $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[integrations]"
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps timm  # else torchvision, and its torch
 	touch $@
 
 clean:

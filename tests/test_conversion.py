@@ -1,6 +1,8 @@
 """Other norms become BLN."""
 
 import copy
+import pickle
+import re
 import warnings
 
 import pytest
@@ -33,24 +35,69 @@ FUNCTION_KEPT = [
     (nn.LayerNorm(6, elementwise_affine=False), (8, 6)),
     (nn.LayerNorm(6, bias=False), (8, 5, 4, 6)),
     (nn.InstanceNorm2d(6, track_running_stats=True, affine=True), (8, 6, 5, 4)),
+    (nn.InstanceNorm2d(6, eps=1e-3), (8, 6, 5, 4)),
+    (nn.InstanceNorm1d(6, affine=True), (8, 6, 5)),
+    (nn.GroupNorm(3, 6), (8, 6, 5, 4)),
+    (nn.GroupNorm(1, 6, affine=False), (8, 6)),
 ]
+OF_ONE_SAMPLE = [(norm, shape) for norm, shape in FUNCTION_KEPT if getattr(norm, "running_mean", None) is None]
 
 
-@pytest.mark.parametrize("per_position", [False, True])
 @pytest.mark.parametrize(("norm", "shape"), FUNCTION_KEPT, ids=lambda value: str(value))
-def test_the_function_is_kept(norm, shape, per_position):
+def test_the_function_is_kept(norm, shape):
     norm = warmed(copy.deepcopy(norm), shape)
     x = torch.randn(shape) * 3 + 2
     expected = norm(x)
-    layer = bln.convert(norm, per_position=per_position)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = bln.convert(norm)
     assert isinstance(layer, BatchLayerNorm)
     assert not layer.training
     assert layer is not norm
     assert layer.eps == norm.eps
     # A dozen operations on numbers of this size: the input over a deviation, before means cancel.
-    deviation = 1.0 if isinstance(norm, nn.LayerNorm) else norm.running_var.min().sqrt()
+    running_var = getattr(norm, "running_var", None)
+    deviation = 1.0 if running_var is None else running_var.min().sqrt()
     size = (x.abs().max() / min(deviation, 1.0) + 1) * (1 if norm.weight is None else norm.weight.abs().max() + 1)
     assert (layer(x) - expected).abs().max() < 12 * torch.finfo(x.dtype).eps * size
+
+
+@pytest.mark.parametrize(("norm", "shape"), OF_ONE_SAMPLE, ids=str)
+def test_a_norm_of_single_samples_is_the_same_in_training_at_batch_one(norm, shape):
+    norm = copy.deepcopy(norm).double()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    layer = bln.convert(copy.deepcopy(norm)).train()
+    x = torch.randn(1, *shape[1:], dtype=torch.float64, requires_grad=True)
+    dy = torch.randn_like(x)
+    expected = norm(x)
+    torch.testing.assert_close(layer(x), expected)
+    wanted = torch.autograd.grad(expected, [x, *norm.parameters()], dy)
+    for actual, gradient in zip(torch.autograd.grad(layer(x), [x, *layer.parameters()], dy), wanted, strict=True):
+        torch.testing.assert_close(actual, gradient)
+
+
+def test_groups_are_the_largest_divisor_up_to_the_one_asked_for():
+    def made(features, **options):
+        return bln.convert(nn.BatchNorm2d(features), **options).groups
+
+    assert [made(c) for c in (64, 12, 7, 22, 1)] == [8, 6, 7, 2, 1]
+    assert [made(64, groups=g) for g in (1, 3, 16, 100)] == [1, 2, 16, 64]
+    assert bln.convert(nn.GroupNorm(3, 12)).groups == 3
+    assert bln.convert(nn.InstanceNorm1d(12)).groups == 12
+    assert bln.convert(nn.LayerNorm(12)).groups is None
+    for wrong in (0, 2.5, None, True):
+        with pytest.raises(ValueError, match="groups must be"):
+            bln.convert(nn.BatchNorm2d(8), groups=wrong)
+
+
+def test_an_eps_that_cannot_be_kept_is_refused_by_name_and_nothing_is_changed():
+    net = nn.Sequential(nn.BatchNorm1d(6), nn.Sequential(nn.LayerNorm(6, eps=0.0)))
+    with pytest.raises(ValueError, match=r"1\.0: torch\.nn\.modules\.normalization\.LayerNorm has eps=0\.0.*positive"):
+        bln.convert(net)
+    assert type(net[0]) is nn.BatchNorm1d
+    with pytest.raises(ValueError, match=r"the model: torch\.nn\.modules\.normalization\.LayerNorm has eps=0\.0"):
+        bln.convert(nn.LayerNorm(6, eps=0.0))
 
 
 def test_sync_batch_norm_stays_synchronized():
@@ -98,7 +145,7 @@ def test_a_new_mini_batch_weighs_as_much_as_it_did(momentum):
     assert layer.momentum == momentum
     torch.testing.assert_close(layer.population.batch_mean, norm.running_mean)
     torch.testing.assert_close(layer.population.batch_var, norm.running_var)
-    torch.testing.assert_close(layer.population.feature_mean, x.mean())
+    torch.testing.assert_close(layer.population.feature_mean, x.mean(0))  # six features in six groups
     layer = bln.convert(nn.LayerNorm(6)).train()
     layer(x)
     torch.testing.assert_close(layer.population.batch_mean, x.mean(0))
@@ -130,7 +177,10 @@ def test_statistics_that_an_instance_norm_never_moves_stay():
 
 def test_a_norm_whose_weight_is_computed_is_left():
     norm = prune.random_unstructured(nn.BatchNorm1d(6), "weight", 0.5)
-    with pytest.warns(UserWarning, match="left as it is, its weight or bias is computed, as by pruning"):
+    with pytest.warns(
+        UserWarning,
+        match=r"left as it is, torch\.nn\.modules\.batchnorm\.BatchNorm1d: its weight is computed, as by pruning",
+    ):
         assert bln.convert(norm) is norm
     prune.remove(norm, "weight")
     assert isinstance(bln.convert(norm), BatchLayerNorm)
@@ -191,9 +241,7 @@ def test_batch_norm_without_running_statistics_uses_the_current_ones():
     norm = warmed(nn.BatchNorm2d(6, track_running_stats=False), (8, 6, 5, 4))
     x = torch.randn(8, 6, 5, 4)
     expected = norm(x)
-    torch.testing.assert_close(bln.convert(norm)(x), expected, atol=1e-3, rtol=0)
-    with pytest.warns(UserWarning, match="its function changes"):
-        bln.convert(norm, per_position=True)
+    torch.testing.assert_close(bln.convert(norm)(x), expected)
 
 
 def test_a_shared_norm_stays_shared():
@@ -211,38 +259,222 @@ def test_types_and_devices_come_along():
     assert bln.convert(nn.BatchNorm1d(4, dtype=torch.float64)).population.batch_mean.dtype == torch.float64
 
 
-def test_what_cannot_be_kept_or_converted_is_named():
-    class MyRMSNorm(nn.Module):
+class ChannelsFirst(nn.LayerNorm):
+    """At each position of (N, C, H, W), and there alone."""
+
+    def forward(self, x):
+        _, _, _, _ = x.shape
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    def __init__(self, *args, act=nn.ReLU, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.act = act(inplace=True)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+class GroupNormAct(nn.GroupNorm):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drop = nn.Identity()
+        self.activation = nn.PReLU()
+
+    def forward(self, x):
+        return self.activation(self.drop(super().forward(x)))
+
+
+class OneGroup(nn.GroupNorm):
+    def __init__(self, features, **kwargs):
+        super().__init__(1, features, **kwargs)
+
+
+class HandWrittenNorm(nn.Module):
+    """A layer norm that is no subclass, with eps under another name."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+        self.variance_epsilon = 1e-12
+
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        var = (x - mean).square().mean(-1, keepdim=True)
+        return self.weight * (x - mean) / (var + self.variance_epsilon).sqrt() + self.bias
+
+
+class ChangedBatchNorm(nn.BatchNorm2d):
+    """A subclass that changes nothing in eval()."""
+
+
+BY_BEHAVIOUR = [
+    (ChannelsFirst(6, eps=1e-6), (8, 6, 5, 4), {"groups": None, "channel_dim": 1}),
+    (nn.LayerNorm(6), (8, 5, 6), {"groups": None, "channel_dim": -1}),
+    (BatchNormAct(6), (8, 6, 5, 4), {"groups": 6, "channel_dim": 1}),
+    (BatchNormAct(6, affine=False, act=nn.Hardswish), (8, 6, 5, 4), {"groups": 6}),
+    (BatchNormAct(6, track_running_stats=False), (8, 6, 5, 4), {"groups": 6, "config": "FFFF"}),
+    (GroupNormAct(3, 6), (8, 6, 5, 4), {"groups": 3}),
+    (OneGroup(6), (8, 6, 5), {"groups": 1}),
+    (HandWrittenNorm(6), (8, 5, 6), {"groups": None, "channel_dim": -1, "eps": 1e-12}),
+    (ChangedBatchNorm(6), (8, 6, 5, 4), {"groups": 6}),
+]
+
+
+@pytest.mark.parametrize(("norm", "shape", "options"), BY_BEHAVIOUR, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_norm_of_another_class_is_known_by_what_it_computes(norm, shape, options, meta):
+    norm = warmed(copy.deepcopy(norm), shape)
+    x = torch.randn(shape) * 3 + 2
+    expected, parameters, state = norm(x.clone()), list(norm.parameters()), torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if meta:
+            assert bln.layers(bln.convert(copy.deepcopy(norm).to("meta")))
+        converted = bln.convert(nn.Sequential(norm))
+    assert torch.equal(torch.get_rng_state(), state)
+    (layer,) = bln.layers(converted).values()
+    for name, value in options.items():
+        assert str(getattr(layer, name)) == str(value), name
+    assert {id(p) for p in converted.parameters()} == {id(p) for p in parameters}
+    # Float32 through a dozen operations, on values of a few units.
+    torch.testing.assert_close(converted.eval()(x.clone()), expected, atol=1e-5, rtol=1e-5)
+    converted.train()(x.clone().requires_grad_() * 1).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in parameters)
+
+
+def test_an_activation_inside_of_a_norm_stays_with_it():
+    norm = warmed(BatchNormAct(6), (8, 6, 5, 4)).train()
+    act, drop = norm.act, norm.drop
+    net = bln.convert(nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.Flatten(), nn.Linear(54, 2)))
+    made = net[1]
+    assert made.training
+    assert made.act is act
+    assert made.drop is drop
+    assert made.weight is norm.weight
+    assert (made.num_features, made.eps) == (6, 1e-5)
+    assert [type(m).__name__ for m in made] == ["BatchLayerNorm", "Dropout", "ReLU"]
+    assert list(bln.layers(net)) == ["1.norm"]
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        made.nothing_of_that_name  # noqa: B018
+    x = torch.randn(4, 3, 5, 5)
+    expected = net.eval()(x)
+    again = bln.convert(nn.Sequential(nn.Conv2d(3, 6, 3), BatchNormAct(6), nn.Flatten(), nn.Linear(54, 2))).eval()
+    again.load_state_dict(net.state_dict())
+    copied, pickled = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+    compiled = torch.compile(net, fullgraph=True, backend="eager")
+    for same in (again, copied, pickled, compiled, bln.convert(net)):
+        assert torch.equal(same(x), expected)
+    bln.configure(net, "TTTT")
+    expected = net(x)
+    frozen, report = bln.freeze(net, report=True)
+    assert report.folded == {"1.norm": "into 0"}
+    torch.testing.assert_close(frozen(x), expected)
+
+
+def test_what_cannot_be_converted_is_named_with_its_class_and_the_reason():
+    class RMS(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.ones(6)), 1e-6
+
         def forward(self, x):
-            return x
+            return (1 + self.weight) * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
 
-    class FancyBatchNorm(nn.BatchNorm2d):
+    class GemmaRMSNorm(RMS):
         pass
 
-    class BatchNormAct2d(nn.BatchNorm2d):
-        pass
+    class OnePlusNorm(nn.LayerNorm):
+        def forward(self, x):
+            return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
-    net = nn.ModuleDict(
-        {
-            "group": nn.GroupNorm(2, 6), "instance": nn.InstanceNorm1d(6), "wide": nn.LayerNorm([6, 4]),
-            "rms": MyRMSNorm(), "fancy": FancyBatchNorm(6), "act": BatchNormAct2d(6),
-            "response": nn.LocalResponseNorm(2), "usual": nn.BatchNorm1d(6), "already": BatchLayerNorm(6),
-        }
-    )  # fmt: skip
+    class OtherEpsNorm(nn.LayerNorm):
+        def forward(self, x):
+            return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, 10 * self.eps)
+
+    class FrozenBatchNorm(nn.Module):
+        eps = 1e-5
+
+        def __init__(self):
+            super().__init__()
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                self.register_buffer(name, torch.ones(6))
+
+    class AdaptiveNorm(nn.LayerNorm):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    class ScaledBatchNorm(nn.BatchNorm2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class GatedBatchNorm(nn.BatchNorm2d):
+        def __init__(self):
+            super().__init__(6)
+            self.gate = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            return super().forward(x) * (self.gate[:, None, None] if self.training else 1)
+
+    class SplitBatchNorm(nn.BatchNorm2d):
+        def __init__(self):
+            super().__init__(6)
+            self.others = nn.ModuleList([nn.BatchNorm2d(6)])
+
+    class PreNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.body = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    class ConvNormAct(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(6, 6, 1), nn.Identity()
+
+    def overwritten(norm):
+        norm.forward = lambda x: x
+        return norm
+
+    no_norm = "it computes no batch, layer, group or instance normalization"
+    left = {
+        "wide": (nn.LayerNorm([6, 4]), r"normalized_shape=\(6, 4\) spans more"),
+        "rms": (nn.RMSNorm(6), "it subtracts no mean, as RMSNorm"),
+        "gemma": (GemmaRMSNorm(), "it subtracts no mean, as RMSNorm"),
+        "one_plus": (OnePlusNorm(6), no_norm),
+        "other_eps": (OtherEpsNorm(6), no_norm),
+        "scaled": (ScaledBatchNorm(6), no_norm),
+        "gated": (GatedBatchNorm(), no_norm),
+        "split": (SplitBatchNorm(), no_norm),
+        "overwritten": (overwritten(nn.BatchNorm2d(6)), no_norm),
+        "frozen": (FrozenBatchNorm(), "its weight is a buffer, so it is frozen"),
+        "adaptive": (AdaptiveNorm(6), r"it cannot be run on an input alone \(.*scale"),
+        "response": (nn.LocalResponseNorm(2), "it has no weight, bias or running mean of one dimension"),
+        "lazy": (nn.LazyBatchNorm2d(), "it does not know its features yet; run the model once"),
+    }
+    others = {
+        "usual": nn.BatchNorm1d(6), "already": BatchLayerNorm(6), "pre": PreNorm(), "conv": ConvNormAct(),
+        "group": nn.GroupNorm(2, 6), "linear": nn.Linear(6, 6),
+    }  # fmt: skip
+    net = nn.ModuleDict({**{name: module for name, (module, _) in left.items()}, **others})
     with pytest.warns(UserWarning, match=r"bln\.convert") as caught:
         bln.convert(net)
-    (message,) = [str(w.message) for w in caught]
-    for part in (
-        "group: its function changes", "instance: its function changes", "wide: left as it is",
-        "rms: left as it is, there is no rule for MyRMSNorm", "fancy: left", "act: left", "response: left",
-    ):  # fmt: skip
-        assert part in message
-    assert "usual" not in message
-    assert "already" not in message
-    assert isinstance(net["group"], BatchLayerNorm)
-    assert isinstance(net["instance"], BatchLayerNorm)
-    assert type(net["fancy"]) is FancyBatchNorm
-    assert net["group"].population.updates.sum() == 0
+    _, *lines = str(caught.pop().message).splitlines()
+    assert not caught
+    assert len(lines) == len(left)
+    for line, (name, (module, reason)) in zip(lines, left.items(), strict=True):
+        kind = type(module)
+        assert line.startswith(f"  {name}: left as it is, {kind.__module__}.{kind.__qualname__}: ")
+        assert re.search(reason, line), line
+        assert net[name] is module
+    assert set(bln.layers(net)) == {"usual", "already", "pre.norm", "group", "split.others.0"}
+
+
+def test_many_norms_left_for_the_same_reason_are_one_line():
+    with pytest.warns(UserWarning, match="0, 1, 2 and 5 more: left as it is") as caught:
+        bln.convert(nn.Sequential(*(nn.RMSNorm(4) for _ in range(8))))
+    assert len(str(caught[0].message).splitlines()) == 2
 
 
 def test_a_net_without_norms_is_told_of_insert():
@@ -283,9 +515,9 @@ def test_a_transformer_does_not_bypass_the_layer_on_its_fast_path():
 def test_a_converted_net_survives_a_round_trip(tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
     net(torch.randn(4, 3, 6, 6))
-    bln.convert(net, per_position=True)
+    bln.convert(net, groups=2)
     torch.save(net.state_dict(), tmp_path / "net.pt")
-    again = bln.convert(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), per_position=True)
+    again = bln.convert(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), groups=2)
     again.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
     x = torch.randn(2, 3, 6, 6)
     assert torch.equal(again.eval()(x), net.eval()(x))

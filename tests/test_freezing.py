@@ -170,10 +170,10 @@ class TestFolding:
         assert report.kept == {"1": "it differs from position to position; it differs from position to position"}
 
     def test_per_position_statistics_that_agree_are_one_map(self):
-        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double()
-        net(torch.randn(6, 3, 8, 8).double())
-        bln.convert(net.eval(), per_position=True)
-        bln.configure(net, "TTTT")
+        norm = BatchLayerNorm(4, position_shape=(6, 6), config="TTTT").double()
+        norm.population.batch_mean.copy_(torch.randn(4))
+        norm.population.mark_seen(["batch_mean", "batch_var", "inverse_m"], 1)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3).double(), norm, nn.ReLU()).eval()
         _, report = frozen(net, 6, 3, 8, 8)
         assert report.folded == {"1": "into 0"}
 

@@ -643,6 +643,23 @@ class TestGroups:
             _same_function(ours.eval(), theirs, torch.randn(shape))
             _same_function(ours.eval(), theirs, torch.randn(5, *shape[1:]))
 
+    @pytest.mark.parametrize("layout", ["first", "channels_last", "last", "strided"])
+    def test_what_follows_may_change_the_output_in_place(self, layout):
+        """As nets do behind BatchNorm: ReLU(inplace=True), y += shortcut."""
+        x = torch.randn(4, 6, 5, 3)
+        if layout == "channels_last":
+            x = x.to(memory_format=torch.channels_last)
+        elif layout == "strided":
+            x = torch.randn(5, 4, 3, 6).permute(1, 3, 0, 2)
+        x = (x.movedim(1, -1) if layout == "last" else x).requires_grad_()
+        layer = BatchLayerNorm(6, groups=3, channel_dim=-1 if layout == "last" else 1)
+        y = layer(x)
+        assert not y._is_view()
+        expected = torch.autograd.grad((layer(x) + 1).relu().square().sum(), x)
+        y += 1
+        y = torch.relu_(y)
+        torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x), expected)
+
     def test_as_many_groups_as_features_are_instance_norm(self):
         ours = BatchLayerNorm(6, groups=6)
         _same_function(ours, torch.nn.InstanceNorm2d(6, eps=ours.eps, affine=True), torch.randn(1, 6, 4, 5))

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from . import callbacks, functional
+from ._padding import padding
 from ._search import SearchResult, search
 from ._transfer import transfer
 from .affine import Affine
@@ -41,6 +42,7 @@ __all__ = [
     "insert",
     "layers",
     "load_pretrained",
+    "padding",
     "reset_statistics",
     "search",
     "transfer",

@@ -1,4 +1,4 @@
-"""Derivatives of fast paths by way of the plain operators they stand for."""
+"""Derivatives of fast paths by way of the plain operators they stand for, and whether a backward is running."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def differentiate(plain: Callable[..., Tensor], tensors: tuple[Tensor | None, ..
         given = [t for t in wanted if t is not None]
         found = iter(torch.autograd.grad(y, given, dy.to(y.dtype), create_graph=again))
     return [None if t is None else next(found) for t in wanted]
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward, as activation checkpointing does to recompute what it dropped."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -200,7 +200,10 @@ class _Train(torch.autograd.Function):
         mean, var = _measure(rows) if x.dim() > 2 else (x, torch.zeros_like(x))
         s = statistics(Moments(mean, var, None), spec)
         a, b = formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec)
-        y = rows.restore(_affine(rows, rows.x, a, b), x)
+        y = torch.empty_like(x)  # no view of anything: what follows may change it in place
+        seen = _affine(rows, rows.x, a, b, out=rows.view(y))
+        if seen.data_ptr() != y.data_ptr():
+            y.copy_(rows.restore(seen, x))
         ctx.rest = channel_dim, spec
         ctx.save_for_backward(x, gamma, beta, mean, a, *s)
         ctx.mark_non_differentiable(*s)

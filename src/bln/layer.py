@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from . import functional, synchronized
+from . import _padding, functional, synchronized
+from ._autograd import recomputing
 from ._scripting import refuse_scripting
 from ._spec import Spec
 from .config import StatisticsConfig
@@ -173,7 +174,15 @@ class BatchLayerNorm(nn.Module):
         self._group = None if value is None else synchronized.Group(value)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
+        """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0.
+
+        Without one, a mask given by ``bln.padding`` is used where it fits.
+        """
+        if mask is None and _padding.known():
+            return _padding.normalize(self, x, self._forward)
+        return self._forward(x, mask)
+
+    def _forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         group = self._group.resolve() if self.training and self._group is not None else None
         if group is not None and group.size() == 1:
             group = None
@@ -211,7 +220,7 @@ class BatchLayerNorm(nn.Module):
             config=self.config,
             dtype=population.batch_mean.dtype,
         )
-        if self.training and not _recomputing():
+        if self.training and not recomputing():
             population.update(statistics, m, entries, mask, positions, self.momentum)
         return y
 
@@ -222,7 +231,7 @@ class BatchLayerNorm(nn.Module):
         if not self.training:
             y = kernels.infer(*tensors, channel_dim, self.spec, self.population, self.config)
             return y
-        remember = None if _recomputing() else (self.population, self.momentum)
+        remember = None if recomputing() else (self.population, self.momentum)
         train = kernels.train_traced if torch.compiler.is_compiling() else kernels.train
         y, *_ = train(*tensors, channel_dim, self.spec, remember)
         return y
@@ -244,7 +253,7 @@ class BatchLayerNorm(nn.Module):
         if not self.training:
             y = kernels.infer(*tensors, **options, kept=self.population, config=self.config)
             return y
-        learning = not _recomputing()
+        learning = not recomputing()
         remember = (self.population, self.momentum) if learning else None
         y, statistics = kernels.train(*tensors, **options, remember=remember)
         if learning and statistics is not None:
@@ -267,7 +276,7 @@ class BatchLayerNorm(nn.Module):
             synchronized.Task(channel_dim, self.spec, kept, group, self.population.batch_mean.dtype),
             population=self.population,
             momentum=self.momentum,
-            learning=not _recomputing(),
+            learning=not recomputing(),
         )
 
     def reset_statistics(self) -> None:
@@ -337,8 +346,3 @@ class BatchLayerNorm(nn.Module):
         if self._group is not None:
             shown.append(f"process_group={self._group!r}")
         return ", ".join(shown)
-
-
-def _recomputing() -> bool:
-    """Whether this forward runs inside a backward, as activation checkpointing does to recompute what it dropped."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -12,7 +12,7 @@ from .conversion import convert
 M = TypeVar("M", bound=nn.Module)
 
 
-def load_pretrained(kind: type[M], *args: Any, **kwargs: Any) -> M:
+def load_pretrained(kind: type[M], *args: Any, groups: int = 8, **kwargs: Any) -> M:
     """``kind.from_pretrained``, for what a model converted by ``bln.convert`` wrote with ``save_pretrained``.
 
     ``from_pretrained`` itself builds the model with the norms it was written with, and drops the statistics of BLN.
@@ -21,6 +21,7 @@ def load_pretrained(kind: type[M], *args: Any, **kwargs: Any) -> M:
     Args:
         kind: The model's class, such as ``transformers.BertForSequenceClassification``.
         *args: Passed on to ``from_pretrained``: first of all the folder, or the name on the hub.
+        groups: As it was given to ``bln.convert``.
         **kwargs: Passed on likewise.
 
     Returns:
@@ -45,7 +46,7 @@ def load_pretrained(kind: type[M], *args: Any, **kwargs: Any) -> M:
             super().__init__(*args, **kwargs)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "bln.convert")  # what changes in a conversion was said at the first
-                convert(self)
+                convert(self, groups=groups)
 
     Converted.__name__, Converted.__module__ = kind.__name__, kind.__module__  # both are written, and looked up
     model, info = Converted.from_pretrained(*args, **kwargs, output_loading_info=True)
@@ -54,8 +55,9 @@ def load_pretrained(kind: type[M], *args: Any, **kwargs: Any) -> M:
         shown = "; ".join(f"{len(keys)} {what}, first {keys[0]}" for what, keys in wrong.items() if keys)
         raise ValueError(
             f"this is no checkpoint of a {kind.__name__} as bln.convert makes it: {shown}. Ways out: (1) of a model "
-            f"with its own norms: bln.convert({kind.__name__}.from_pretrained(...)); (2) with other BLN layers, such "
-            "as per_position=True: build the model as it was, then load_state_dict(safetensors.torch.load_file(...))"
+            f"with its own norms: bln.convert({kind.__name__}.from_pretrained(...)); (2) converted with other groups "
+            f"than {groups}: give groups=; (3) with other BLN layers: build the model as it was, then "
+            "load_state_dict(safetensors.torch.load_file(...))"
         )
     model.__class__ = kind
     return model  # type: ignore[no-any-return]

@@ -1,0 +1,197 @@
+"""Masks of padded sequences, given where a model is called and used where its layers normalize."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ._autograd import recomputing
+
+if TYPE_CHECKING:
+    from .layer import BatchLayerNorm
+
+
+def padding(mask: Tensor) -> AbstractContextManager[None]:
+    """Give ``mask`` to the BLN layers that run inside of the ``with`` block.
+
+    A layer takes it where it is called without a mask of its own and its input is ``(N, *positions)`` of the mask's
+    shape, beside features; others run without. Hidden entries enter no statistic and come out 0. Models that
+    ``bln.convert`` made of torch's and Hugging Face's transformers do this by themselves.
+
+    Args:
+        mask: ``(N, *positions)``, boolean, true at real entries.
+
+    Examples:
+        >>> import torch, bln
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), bln.BatchLayerNorm(8, channel_dim=-1, per_position=False))
+        >>> with bln.padding(torch.tensor([[True, True, True], [True, False, False]])):
+        ...     y = net(torch.randn(2, 3, 4))
+        >>> y[1, 1:].abs().max().item()
+        0.0
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try mask.bool()")
+    return _Given(mask)
+
+
+class _Given(AbstractContextManager[None]):
+    """A mask, or ``None``, for all layers that run while it lies on top.
+
+    ``owner`` is the module whose hook put it there; ``asked`` says that the user gave the mask.
+    """
+
+    def __init__(self, mask: Tensor | None, owner: nn.Module | None = None, asked: bool = True) -> None:
+        self.mask = mask
+        self.owner = owner
+        self.asked = asked
+
+    def __enter__(self) -> None:
+        _here.given.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _here.given.pop()
+
+    def fits(self, layer: BatchLayerNorm, x: Tensor) -> bool:
+        """Whether the layer uses it: in ``eval()`` a hook's only where it changes a statistic.
+
+        So a converted model keeps its function at padded entries too, which convolutions and poolings see.
+        """
+        if self.mask is None or not (self.asked or layer.training or layer.config.uses_batch):
+            return False
+        shape = list(x.shape)
+        if not -len(shape) <= layer.channel_dim < len(shape):
+            return False
+        del shape[layer.channel_dim]
+        return list(self.mask.shape) == shape
+
+
+class _Here(threading.local):
+    """What was given in this thread, the innermost last: a list, since torch.compile cannot trace a ContextVar."""
+
+    def __init__(self) -> None:
+        self.given: list[_Given] = []
+
+
+class _Used:
+    """The masks that a layer used in forwards whose backward may recompute them."""
+
+    def __init__(self) -> None:
+        self.graphs: WeakSet[_Given] = WeakSet()  # each lives as long as the graph of its forward
+        self.recalled: WeakSet[_Given] = WeakSet()
+        self.without_graph: _Given | None = None
+
+
+_here = _Here()
+_used: WeakKeyDictionary[nn.Module, _Used] = WeakKeyDictionary()
+
+
+def known() -> bool:
+    """Whether a mask may be there for a layer that got none."""
+    return bool(_here.given) or (not torch.compiler.is_compiling() and bool(_used) and recomputing())
+
+
+def normalize(layer: BatchLayerNorm, x: Tensor, forward: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    """The layer's ``forward`` with the mask that was given around it, if that fits."""
+    given = _here.given[-1] if _here.given else None
+    again = recomputing()
+    if again and (given is None or given.owner is None):
+        given = _recall(layer) or given
+    if given is None or given.mask is None or not given.fits(layer, x):
+        return forward(x, None)
+    y = forward(x, given.mask.to(x.device))
+    if layer.training and not again and not torch.compiler.is_compiling():
+        _remember(layer, given, y)
+    return y
+
+
+# ---- activation checkpointing, which runs a forward again outside of the block that gave the mask
+
+
+def _remember(layer: BatchLayerNorm, given: _Given, y: Tensor) -> None:
+    """Keep a mask for as long as the graph of this forward."""
+    used = _used.setdefault(layer, _Used())
+    used.graphs -= used.recalled
+    if y.grad_fn is None:  # as in the first forward of a reentrant checkpoint
+        used.without_graph = given
+    else:
+        used.graphs.add(given)
+        y.grad_fn.metadata["bln.padding"] = given  # type: ignore[index]  # a dict, whatever its stub says
+
+
+def _recall(layer: BatchLayerNorm) -> _Given | None:
+    """The mask of the forward that is recomputed."""
+    used = _used.get(layer)
+    if used is None:
+        return None
+    found: list[_Given | None] = list(used.graphs) or [used.without_graph]
+    masks = [given.mask for given in found if given is not None and given.mask is not None]
+    if any(not torch.equal(mask, masks[0]) for mask in masks[1:]):
+        raise RuntimeError(
+            "activation checkpointing recomputes a BatchLayerNorm that got several padding masks since the last "
+            "backward, and does not say which one belongs here. Ways out: (1) backward after each forward; (2) pass "
+            "the mask to the layer, layer(x, mask)"
+        )
+    used.recalled.update(used.graphs)
+    return found[0]
+
+
+# ---- hooks that give the mask a model is called with
+
+_PADDED = ("src_key_padding_mask", "tgt_key_padding_mask")
+"""Arguments of torch's transformers, true (or minus infinity) where a sequence is padded."""
+
+
+def install(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> None:
+    """Add hooks to each part of ``model`` that is called with a padding mask, which give it to the layers inside."""
+    modules = [m for m in model.modules() if any(map(is_layer, m.modules())) and not is_layer(m)]
+    pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
+    if any("attention_mask" in _arguments(m) for m in pretrained):
+        for module in pretrained:  # also those without the argument: a mask around them is not theirs
+            _hook(module, "attention_mask")
+    for module in modules:
+        names = [name for name in _PADDED if name in _arguments(module)]
+        first = all(getattr(part, "batch_first", True) for part in module.modules())
+        if len(names) == 1 and first:  # with both, as nn.Transformer, its parts are called with one each
+            _hook(module, names[0])
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _hook(module: nn.Module, name: str) -> None:
+    if any(hook is _leave for hook in module._forward_hooks.values()):
+        return
+    arguments = _arguments(module)
+    at = arguments.index(name) if name in arguments else None
+    module.register_forward_pre_hook(partial(_enter, name=name, at=at), with_kwargs=True)
+    module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, at: int | None) -> None:
+    """Give the layers of ``module`` its mask; without one, what the user gave, but not what is for a module around."""
+    mask = args[at] if at is not None and at < len(args) else kwargs.get(name)
+    outer = _here.given[-1] if _here.given else None
+    asked = False
+    if isinstance(mask, Tensor) and mask.dim() <= 2:
+        padded = name in _PADDED
+        mask = mask != (-torch.inf if padded and mask.is_floating_point() else int(padded))
+    elif outer is not None and outer.asked:
+        mask, asked = outer.mask, True
+    else:
+        mask = None
+    _here.given.append(_Given(mask, module, asked))
+
+
+def _leave(module: nn.Module, *_: Any) -> None:
+    if _here.given and _here.given[-1].owner is module:  # else another hook failed before ours
+        _here.given.pop()

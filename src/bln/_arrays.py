@@ -19,7 +19,7 @@ from .population import sizes
 
 COUNTERS = ("updates", "samples")
 """They hold integers, with a row for each statistic."""
-INITIAL = {"batch_mean": 0, "batch_var": 1, "feature_mean": 0, "feature_var": 1, "inverse_m": 0, "updates": 0, "samples": 0}
+INITIAL = {name: int(name.endswith("_var")) for name in Statistics._fields + COUNTERS}
 """What a layer remembers, and the value each starts from."""
 _LARGEST = 2**31 - 1
 """Samples are counted up to this: JAX has int32 unless told otherwise. The average then forgets very slowly."""
@@ -34,12 +34,12 @@ def shapes(positions: tuple[int, ...], features: int, groups: int | None) -> dic
 
 
 class MiniBatch(NamedTuple):
-    """A mini-batch's own statistics and the counts behind them: scalars, or one for each position."""
+    """A mini-batch's own statistics and its counts, scalars or one for each position."""
 
     statistics: Statistics
     m: Any
     entries: Any
-    """Behind each batch statistic."""
+    """The entries that each batch statistic is taken over."""
     present: Any
     """Samples with any real entry, which is what grouped feature statistics are averaged over; else ``None``."""
 
@@ -85,9 +85,8 @@ class Layer(NamedTuple):
     def _measure(self, rows: Any, mask: Any, total: Total) -> MiniBatch:
         """Eqs 10-13, the batch statistics and counts over all devices; hidden entries of ``rows`` are 0."""
         xp, spec = self.xp, self.spec
-        published = spec.groups is None
         present = None
-        if not (published and spec.per_position):
+        if spec.groups is not None or not spec.per_position:
             moments = self._moments(rows, mask)
             present = total(xp.sum(xp.array(moments.weight > 0, rows.dtype)))
         if spec.per_position:
@@ -100,7 +99,10 @@ class Layer(NamedTuple):
         else:
             batch = formula.batch_statistics(xp, moments, total)
             m, entries = present, total(xp.sum(moments.weight))
-        features = _over_features(xp, rows) if published else formula.feature_statistics(xp, moments, spec.groups)
+        if spec.groups is None:
+            features = _over_features(xp, rows)
+        else:
+            features = formula.feature_statistics(xp, moments, spec.groups)
         return MiniBatch(Statistics(*batch, *features, 1 / _at_least(xp, m, 1)), m, entries, present)
 
     def _moments(self, rows: Any, mask: Any) -> Moments:
@@ -168,14 +170,16 @@ class Layer(NamedTuple):
 
         entered = xp.array(seen, before["updates"].dtype)
         updates = before["updates"] + entered
-        samples = before["samples"] + xp.minimum(entered * xp.array(counts, entered.dtype), _LARGEST - before["samples"])
+        samples = before["samples"] + xp.minimum(
+            entered * xp.array(counts, entered.dtype), _LARGEST - before["samples"]
+        )
         if momentum is None:
             weights = counts / xp.array(_at_least(xp, samples, 1), counts.dtype)
         else:
             weights = _at_least(xp, 1 / xp.array(_at_least(xp, updates, 1), counts.dtype), momentum)
         after = {"updates": updates, "samples": samples}
         for row, name in enumerate(names):
-            enters, weight = (beside(name, value[row], self.spec.groups) for value in (seen, weights))
+            enters, weight = (broadcastable(name, value[row], self.spec.groups) for value in (seen, weights))
             old = before[name]
             value = xp.where(enters, new[name], old)
             # From the nearer end, as torch.lerp: weight 1 leaves nothing of the old value, not even its rounding.
@@ -200,7 +204,7 @@ class Layer(NamedTuple):
         )
 
 
-def beside(name: str, row: Any, groups: int | None) -> Any:
+def broadcastable(name: str, row: Any, groups: int | None) -> Any:
     """A counter's row, or what was made of one, in a shape that meets its statistic."""
     if groups is not None and name.startswith("feature"):  # the same at all positions
         while len(row.shape) > 0:
@@ -211,7 +215,7 @@ def beside(name: str, row: Any, groups: int | None) -> Any:
 
 def _over_features(xp: Any, rows: Any) -> tuple[Any, Any]:
     """Eqs 12, 13 at each position."""
-    d = rows.shape[-1]  # Keras's mean is one of float32
+    d = rows.shape[-1]  # Keras computes a mean in float32
     mean = xp.sum(rows, axis=-1) / d
     centred = rows - mean[..., None]
     return mean, xp.sum(centred * centred, axis=-1) / d

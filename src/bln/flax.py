@@ -72,7 +72,8 @@ class BatchLayerNorm(nnx.Module):
         use_scale: Learn a scale, ``scale``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. It can be
             assigned at any time outside of ``jit``; compiled functions follow, since it is data.
-        dim_scale: Divide by the root of ``num_features``, as the paper does and by default the layer without ``groups``.
+        dim_scale: Divide by the root of ``num_features``, as the paper does and, by default, the layer without
+            ``groups``.
         bias_init: Initializers, as in ``nnx.BatchNorm``.
         scale_init: Likewise.
         axis_name: Inside ``pmap``, ``shard_map`` or ``vmap``, the axis over which training mini-batches are one: counts

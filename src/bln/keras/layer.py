@@ -217,7 +217,7 @@ class BatchLayerNormalization(keras.layers.Layer):
         return self.axis % rank
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """That of the input."""
+        """Return the input's shape."""
         self._feature_axis(input_shape)
         return input_shape
 
@@ -283,7 +283,7 @@ class BatchLayerNormalization(keras.layers.Layer):
         take = new["updates"] == 0
         take[row] = snapshot["updates"][row] > 0
         for name, wanted in zip(Statistics._fields, take, strict=True):
-            new[name] = np.where(_arrays.beside(name, wanted, self.groups), snapshot[name], new[name])
+            new[name] = np.where(_arrays.broadcastable(name, wanted, self.groups), snapshot[name], new[name])
         for name in _arrays.COUNTERS:
             new[name] = np.where(take, snapshot[name], new[name])
         self._restore(new)

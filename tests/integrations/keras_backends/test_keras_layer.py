@@ -9,7 +9,17 @@ import pytest
 
 import bln
 import oracle
-from agreement import CASES, CONFIGS, HISTORIES, NOT_FINITE, SHAPES, Window, check_history, check_layer, check_not_finite
+from agreement import (
+    CASES,
+    CONFIGS,
+    HISTORIES,
+    NOT_FINITE,
+    SHAPES,
+    Window,
+    check_history,
+    check_layer,
+    check_not_finite,
+)
 from bln.keras import BatchLayerNormalization
 from through_numpy import Keras, double, numpy
 

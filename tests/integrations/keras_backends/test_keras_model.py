@@ -93,9 +93,7 @@ class TestLayers:
 
 
 class TestCalibrate:
-    @pytest.mark.parametrize(
-        ("per_position", "groups"), [(True, None), (False, None), (False, 1), (True, 1)], ids=str
-    )
+    @pytest.mark.parametrize(("per_position", "groups"), [(True, None), (False, None), (False, 1), (True, 1)], ids=str)
     def test_it_is_the_plain_average_under_frozen_weights(self, rng, per_position, groups):
         """Batches of different sizes weigh by their samples, dropout stays off, 1/m stays that of training."""
         model = net(per_position=per_position, groups=groups)
@@ -229,9 +227,9 @@ class TestResetStatistics:
 
 
 class TestSearch:
-    @pytest.fixture
-    def trained(self, rng):
-        model = net()
+    @pytest.fixture(params=[None, 1])
+    def trained(self, rng, request):
+        model = net(groups=request.param)
         x, y = normal(rng, 40, 6, 6, 1), rng.integers(0, 3, 40)
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         model.fit(x, y, batch_size=8, verbose=0)

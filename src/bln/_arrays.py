@@ -2,197 +2,223 @@
 
 ``xp`` is the library, ``keras.ops`` or ``jax.numpy``: only functions that both have are called, and
 ``xp.array(value, dtype)`` is how both convert a type. Arrays are features last, nothing is changed in place, counts are
-arrays of floats. What ``functional.current`` and ``population.Population`` are for torch, with the same numbers.
+arrays of floats. The numbers are those of ``functional`` and ``population`` for torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import formula
+from ._spec import Spec
 from .config import StatisticsConfig
-from .formula import Statistics, Switches
-from .functional import check_eps
+from .formula import Moments, Statistics, Switches, Total, at_positions
 from .population import sizes
 
+COUNTERS = ("updates", "samples")
+"""They hold integers, with a row for each statistic."""
+INITIAL = {name: int(name.endswith("_var")) for name in Statistics._fields + COUNTERS}
+"""What a layer remembers, and the value each starts from."""
 _LARGEST = 2**31 - 1
 """Samples are counted up to this: JAX has int32 unless told otherwise. The average then forgets very slowly."""
-Total = Callable[[Any], Any]
-"""The sum of an array over devices."""
+_INVERSE_M = Statistics._fields.index("inverse_m")
 
 
-def _own(value: Any) -> Any:
-    """A device by itself."""
-    return value
+def shapes(positions: tuple[int, ...], features: int, groups: int | None) -> dict[str, tuple[int, ...]]:
+    """The shape of each statistic and counter."""
+    batch, counters = (*positions, features), (len(Statistics._fields), *positions)
+    feature = positions if groups is None else (groups,)
+    return dict(zip(INITIAL, (batch, batch, feature, feature, positions, counters, counters), strict=True))
 
 
 class MiniBatch(NamedTuple):
-    """A mini-batch's own statistics, its samples and entries (scalars; under a mask, at each position)."""
+    """A mini-batch's own statistics and its counts, scalars or one for each position."""
 
     statistics: Statistics
     m: Any
     entries: Any
+    """The entries that each batch statistic is taken over."""
+    present: Any
+    """Samples with any real entry, which is what grouped feature statistics are averaged over; else ``None``."""
 
 
-class Population(NamedTuple):
-    """What a layer remembers: the five statistics, and a row for each in the counters."""
+class Layer(NamedTuple):
+    """A layer in the middle of a call."""
 
-    batch_mean: Any
-    batch_var: Any
-    feature_mean: Any
-    feature_var: Any
-    inverse_m: Any
-    updates: Any
-    samples: Any
+    xp: Any
+    spec: Spec
+    arrays: Mapping[str, Any]
+    """``scale`` and ``shift``, or ``None`` for them; the five statistics and their counters."""
+    length: Any = None
+    """How many of the known positions a shorter sequence uses; ``None`` for all."""
 
-    @classmethod
-    def shapes(cls, positions: tuple[int, ...], features: int) -> Population:
-        """The shape of each."""
-        batch, counters = (*positions, features), (len(Statistics._fields), *positions)
-        return cls(batch, batch, positions, positions, positions, counters, counters)
+    def train(self, rows: Any, mask: Any, momentum: float | None, total: Total | None = None) -> tuple[Any, Any]:
+        """Normalize ``rows`` by their own statistics; returns them and what the layer then remembers.
 
-    @classmethod
-    def initial(cls) -> Population:
-        """The value each starts from: mean 0, variance 1."""
-        return cls(0, 1, 0, 1, 0, 0, 0)
+        ``momentum`` is the weight of the old value. ``total`` adds up what several devices have.
+        """
+        rows = self._hide(rows, mask)
+        batch = self._measure(rows, mask, total or _own)
+        return self._transform(rows, mask, batch.statistics), self._updated(batch, new_weight(momentum), total or _own)
 
-    @classmethod
-    def counters(cls) -> tuple[str, ...]:
-        """The names of those that hold integers."""
-        return cls._fields[len(Statistics._fields) :]
+    def infer(self, rows: Any, mask: Any, switches: Any) -> Any:
+        """Normalize ``rows`` by the statistics chosen. ``switches`` is an array of four, 1 for population."""
+        rows = self._hide(rows, mask)
+        return self._transform(rows, mask, self._chosen(self._measure(rows, mask, _own), switches))
 
-    @property
-    def statistics(self) -> Statistics:
-        """The five without their counters."""
-        return Statistics(*self[: len(Statistics._fields)])
+    # ---- a mini-batch
 
-    def first(self, length: Any) -> Population:
-        """Those of the first ``length`` positions; ``None`` is all."""
-        if length is None:
-            return self
-        return Population(*(v[:, :length] if n in self.counters() else v[:length] for n, v in self._asdict().items()))
+    def _hide(self, rows: Any, mask: Any) -> Any:
+        """0 at hidden entries: whatever stands there, NaN included, is gone."""
+        return rows if mask is None else self.xp.where(mask[..., None], rows, 0.0)
 
+    def _transform(self, rows: Any, mask: Any, s: Statistics) -> Any:
+        gamma, beta = self.arrays["scale"], self.arrays["shift"]
+        if self.spec.coefficients:
+            pair = formula.coefficients(self.xp, s, gamma, beta, rows.shape[-1], self.spec)
+            a, b = (at_positions(value, len(rows.shape)) for value in pair)
+            return self._hide(a * rows + b, mask)
+        return self._hide(formula.transform(rows, s, gamma, beta, spec=self.spec, xp=self.xp), mask)
 
-# ---- reading
-
-
-def measure(xp: Any, rows: Any, mask: Any, per_position: bool, total: Total = _own) -> MiniBatch:
-    """Eqs 10-13 of ``rows``, whose hidden entries are 0.
-
-    Over several devices counts and sums are those of all: sums first, then squares around the common mean. So a device
-    weighs as much as it has real entries, and nothing cancels.
-    """
-    shape, dtype = xp.shape(rows), rows.dtype
-    if mask is None:
-        m = total(xp.array(shape[0], dtype))
-        entries = m if per_position else m * xp.array(math.prod(shape[1:-1]), dtype)
-    else:
-        real = xp.array(mask, dtype)
-        if per_position:
-            m = entries = total(xp.sum(real, axis=0))
+    def _measure(self, rows: Any, mask: Any, total: Total) -> MiniBatch:
+        """Eqs 10-13, the batch statistics and counts over all devices; hidden entries of ``rows`` are 0."""
+        xp, spec = self.xp, self.spec
+        present = None
+        if spec.groups is not None or not spec.per_position:
+            moments = self._moments(rows, mask)
+            present = total(xp.sum(xp.array(moments.weight > 0, rows.dtype)))
+        if spec.per_position:
+            if mask is None:
+                real = xp.ones_like(rows[(slice(None), *[slice(1)] * (len(rows.shape) - 1))])
+            else:
+                real = xp.array(mask, rows.dtype)[..., None]
+            batch = formula.combine(xp, real, rows, 0.0, total)
+            m = entries = total(xp.sum(real, axis=0))[..., 0]
         else:
-            positions = tuple(range(1, len(shape) - 1))
-            present = xp.array(xp.sum(real, axis=positions) > 0, dtype) if positions else real
-            m, entries = total(xp.sum(present)), total(xp.sum(real))
+            batch = formula.batch_statistics(xp, moments, total)
+            m, entries = present, total(xp.sum(moments.weight))
+        if spec.groups is None:
+            features = _over_features(xp, rows)
+        else:
+            features = formula.feature_statistics(xp, moments, spec.groups)
+        return MiniBatch(Statistics(*batch, *features, 1 / _at_least(xp, m, 1)), m, entries, present)
 
-    over = 0 if per_position else tuple(range(len(shape) - 1))
-    divisor = _at_least(xp, entries, 1)[..., None]
-    batch_mean = total(xp.sum(rows, axis=over)) / divisor
-    centred = rows - batch_mean
-    if mask is not None:
-        centred = xp.where(mask[..., None], centred, 0.0)
-    batch_var = total(xp.sum(centred * centred, axis=over)) / divisor
+    def _moments(self, rows: Any, mask: Any) -> Moments:
+        """Mean and variance over the positions of each sample and feature."""
+        xp, rank = self.xp, len(rows.shape)
 
-    d = rows.shape[-1]  # Keras's mean is one of float32
-    feature_mean = xp.sum(rows, axis=-1) / d
-    centred = rows - feature_mean[..., None]
-    feature_var = xp.sum(centred * centred, axis=-1) / d
-    return MiniBatch(Statistics(batch_mean, batch_var, feature_mean, feature_var, 1 / _at_least(xp, m, 1)), m, entries)
+        def over_positions(value: Any) -> Any:
+            return xp.sum(value, axis=tuple(range(1, rank - 1))) if rank > 2 else value
+
+        sums = over_positions(rows)
+        if mask is None:
+            weight = xp.ones_like(sums[..., :1]) * xp.array(math.prod(xp.shape(rows)[1:-1]), rows.dtype)
+        else:
+            weight = over_positions(xp.array(mask, rows.dtype)[..., None])
+        number = _at_least(xp, weight, 1)
+        mean = sums / number
+        centred = self._hide(rows - at_positions(mean, rank), mask)
+        return Moments(mean, over_positions(centred * centred) / number, weight)
+
+    # ---- the population
+
+    def _chosen(self, batch: MiniBatch, switches: Any) -> Statistics:
+        """Algorithm 2: the statistics of inference.
+
+        Where nothing was seen yet, ``m`` is the mini-batch's. Which is chosen is data, so that a compiled function
+        serves all 16 configurations.
+        """
+        xp = self.xp
+        population = Statistics(*(self._first(name, self.arrays[name]) for name in Statistics._fields))
+        seen = self._first("inverse_m", self.arrays["updates"][_INVERSE_M]) > 0
+        inverse_m = xp.where(seen, population.inverse_m, batch.statistics.inverse_m)
+        flags = xp.array(switches, "bool")
+        config = Switches(*(flags[at] for at in range(4)))
+        return formula.choose(config, batch.statistics, population._replace(inverse_m=inverse_m), xp.where)
+
+    def _without_positions(self, name: str) -> bool:
+        return self.spec.groups is not None and name.startswith("feature")
+
+    def _first(self, name: str, value: Any) -> Any:
+        """A statistic at the positions of the input."""
+        return value if self.length is None or self._without_positions(name) else value[: self.length]
+
+    def _whole(self, name: str, value: Any) -> Any:
+        """A value at the positions of the input, with 0 at those beyond."""
+        xp, old = self.xp, self.arrays[name]
+        here = value + xp.zeros_like(self._first(name, old))
+        if self.length is None or self._without_positions(name):
+            return here
+        return xp.reshape(xp.concatenate([here, xp.zeros_like(old[self.length :])]), old.shape)
+
+    def _updated(self, batch: MiniBatch, momentum: float | None, total: Total) -> dict[str, Any]:
+        """What is remembered after a training mini-batch, unless its statistics are not finite.
+
+        ``momentum`` is the weight of the new value, as in torch: never less than ``1/updates``; ``None`` is the plain
+        average, weighted by samples.
+        """
+        xp, names, before = self.xp, Statistics._fields, self.arrays
+        new = {name: self._whole(name, v) for name, v in self._estimates(batch, total)._asdict().items()}
+        m, entries = (self._whole("inverse_m", count) for count in (batch.m, batch.entries))
+        of_features = m if self.spec.groups is None else batch.present + xp.zeros_like(m)
+        counts = [of_features if name.startswith("feature") else m for name in names]
+        enough = [entries > 1 if name == "batch_var" else n > 0 for name, n in zip(names, counts, strict=True)]
+        finite = xp.all(xp.isfinite(new["batch_var"])) & xp.all(xp.isfinite(new["feature_var"]))
+        seen, counts = finite & xp.stack(enough), xp.stack(counts)
+
+        entered = xp.array(seen, before["updates"].dtype)
+        updates = before["updates"] + entered
+        samples = before["samples"] + xp.minimum(
+            entered * xp.array(counts, entered.dtype), _LARGEST - before["samples"]
+        )
+        if momentum is None:
+            weights = counts / xp.array(_at_least(xp, samples, 1), counts.dtype)
+        else:
+            weights = _at_least(xp, 1 / xp.array(_at_least(xp, updates, 1), counts.dtype), momentum)
+        after = {"updates": updates, "samples": samples}
+        for row, name in enumerate(names):
+            enters, weight = (broadcastable(name, value[row], self.spec.groups) for value in (seen, weights))
+            old = before[name]
+            value = xp.where(enters, new[name], old)
+            # From the nearer end, as torch.lerp: weight 1 leaves nothing of the old value, not even its rounding.
+            after[name] = xp.where(weight < 0.5, old + weight * (value - old), value - (1 - weight) * (value - old))
+        return after
+
+    def _estimates(self, batch: MiniBatch, total: Total) -> Statistics:
+        """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
+        xp, s = self.xp, batch.statistics
+        m, entries = _at_least(xp, batch.m, 1), _at_least(xp, batch.entries, 1)
+        over, number = (0 if self.spec.per_position else None), entries
+        if self.spec.groups is not None:
+            over, number = 0, _at_least(xp, batch.present, 1)
+        # Statistics of hidden features are 0: there is nothing to leave out.
+        mean, var = (total(xp.sum(value, axis=over)) / number for value in (s.feature_mean, s.feature_var))
+        return Statistics(
+            s.batch_mean,
+            s.batch_var * formula.bessel(entries)[..., None],  # eqs 5, 19
+            mean,
+            var * formula.bessel(m if self.spec.groups is None else number),  # eq 21
+            s.inverse_m,
+        )
 
 
-def chosen(xp: Any, switches: Any, batch: MiniBatch, population: Population) -> Statistics:
-    """Algorithm 2: the statistics of inference. ``switches`` is an array of four, 1 for population.
-
-    Where nothing was seen yet, ``m`` is the mini-batch's. Which is chosen is data, so that a compiled function serves
-    all 16 configurations.
-    """
-    seen = population.updates[Statistics._fields.index("inverse_m")] > 0
-    inverse_m = xp.where(seen, population.inverse_m, batch.statistics.inverse_m)
-    flags = xp.array(switches, "bool")
-    config = Switches(*(flags[i] for i in range(4)))
-    return formula.choose(config, batch.statistics, population.statistics._replace(inverse_m=inverse_m), xp.where)
+def broadcastable(name: str, row: Any, groups: int | None) -> Any:
+    """A counter's row, or what was made of one, in a shape that meets its statistic."""
+    if groups is not None and name.startswith("feature"):  # the same at all positions
+        while len(row.shape) > 0:
+            row = row[0]
+        return row
+    return row[..., None] if name.startswith("batch") else row
 
 
-# ---- learning
-
-
-def updated(
-    xp: Any, population: Population, batch: MiniBatch, mask: Any, momentum: float | None, total: Total = _own
-) -> Population:
-    """The population after a training mini-batch, unless its statistics are not finite.
-
-    ``momentum`` is the weight of the new value, as in torch: never less than ``1/updates``; ``None`` is the plain
-    average, weighted by samples.
-    """
-    dtype = population.inverse_m.dtype
-    at_positions = xp.zeros_like(population.inverse_m)
-    m, entries = batch.m + at_positions, batch.entries + at_positions
-    new = _estimates(xp, batch, mask, m, entries, total)
-    finite = xp.all(xp.isfinite(new.batch_var)) & xp.all(xp.isfinite(new.feature_var))
-    anything, spread = finite & (m > 0), finite & (entries > 1)  # a variance takes two entries
-    seen = xp.stack([spread if name == "batch_var" else anything for name in Statistics._fields])
-
-    entered = xp.array(seen, population.updates.dtype)
-    updates = population.updates + entered
-    added = entered * xp.array(m, entered.dtype)
-    samples = population.samples + xp.minimum(added, _LARGEST - population.samples)
-    if momentum is None:
-        weights = m / xp.array(_at_least(xp, samples, 1), dtype)
-    else:
-        weights = _at_least(xp, 1 / xp.array(_at_least(xp, updates, 1), dtype), momentum)
-
-    values = {}
-    for row, name in enumerate(Statistics._fields):
-        enters, weight, old = seen[row], weights[row], getattr(population, name)
-        if name.startswith("batch"):
-            enters, weight = enters[..., None], weight[..., None]
-        value = xp.where(enters, getattr(new, name), old)
-        # From the nearer end, as torch.lerp: weight 1 leaves nothing of the old value, not even its rounding.
-        values[name] = xp.where(weight < 0.5, old + weight * (value - old), value - (1 - weight) * (value - old))
-    return Population(**values, updates=updates, samples=samples)
-
-
-def _estimates(xp: Any, batch: MiniBatch, mask: Any, m: Any, entries: Any, total: Total) -> Statistics:
-    """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
-    m, entries = _at_least(xp, m, 1), _at_least(xp, entries, 1)
-    s = batch.statistics
-    over = tuple(range(len(s.feature_mean.shape) - len(m.shape)))  # samples alone, or positions too
-
-    def average(value: Any) -> Any:
-        real = value if mask is None else xp.where(mask, value, 0.0)
-        return total(xp.sum(real, axis=over)) / entries
-
-    return Statistics(
-        s.batch_mean,
-        s.batch_var * formula.bessel(entries)[..., None],  # eqs 5, 19
-        average(s.feature_mean),
-        average(s.feature_var) * formula.bessel(m),  # eq 21
-        s.inverse_m + xp.zeros_like(m),
-    )
-
-
-def put_back(xp: Any, whole: Population, part: Population, length: Any) -> Population:
-    """The first positions replaced by ``part``; the others as they were."""
-    if length is None:
-        return part
-    joined = []
-    for name, old, new in zip(Population._fields, whole, part, strict=True):
-        axis = int(name in Population.counters())
-        rest = old[:, length:] if axis else old[length:]
-        joined.append(xp.reshape(xp.concatenate([new, rest], axis=axis), old.shape))
-    return Population(*joined)
+def _over_features(xp: Any, rows: Any) -> tuple[Any, Any]:
+    """Eqs 12, 13 at each position."""
+    d = rows.shape[-1]  # Keras computes a mean in float32
+    mean = xp.sum(rows, axis=-1) / d
+    centred = rows - mean[..., None]
+    return mean, xp.sum(centred * centred, axis=-1) / d
 
 
 def _at_least(xp: Any, value: Any, least: float) -> Any:
@@ -200,19 +226,26 @@ def _at_least(xp: Any, value: Any, least: float) -> Any:
     return xp.where(value > least, value, least)
 
 
+def _own(value: Any) -> Any:
+    """A device by itself."""
+    return value
+
+
 # ---- arguments
 
 
-def check_options(
-    eps: float, mix_eps: float | None, momentum: float | None, per_position: bool, position_shape: Any
-) -> tuple[int, ...] | None:
-    """Refuse values outside of what the equations allow; returns the positions as a tuple."""
-    check_eps(eps, mix_eps)
+def check_options(spec: Spec, momentum: float | None, position_shape: Any) -> tuple[int, ...] | None:
+    """Refuse a momentum or positions that cannot be; returns the positions as a tuple."""
     if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
         raise ValueError(
             f"momentum must be None (plain average) or in [0, 1], the weight of the old value; got {momentum!r}"
         )
-    return sizes(position_shape, per_position)
+    return sizes(position_shape, spec.per_position)
+
+
+def new_weight(momentum: float | None) -> float | None:
+    """The weight of the new value, as torch has it, from that of the old one."""
+    return None if momentum is None else 1 - momentum
 
 
 def switches_of(config: StatisticsConfig | str) -> list[int]:

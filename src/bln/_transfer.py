@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import model as models
+from ._spec import Spec
 from .config import StatisticsConfig
 from .population import spread
 
@@ -28,16 +29,10 @@ class State(NamedTuple):
     positions: tuple[int, ...] | None
     """``None`` while they are unknown."""
     config: StatisticsConfig
-    options: dict[str, float | bool]
+    spec: Spec
     """What else the layer's function depends on."""
     momentum: float | None
     """The weight of the new value."""
-
-
-def options(per_position: bool, eps: float, mix_eps: float | None, dim_scale: bool) -> dict[str, float | bool]:
-    """For ``State.options``."""
-    mix_eps = eps if mix_eps is None else mix_eps
-    return {"per_position": per_position, "eps": eps, "mix_eps": mix_eps, "dim_scale": dim_scale}
 
 
 class Framework(NamedTuple):
@@ -83,7 +78,8 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
 
     Raises:
         ValueError: A value that the target's type cannot hold; layers that differ in number, shape or parameters, or
-            in ``eps``, ``mix_eps``, ``dim_scale`` or ``per_position``, so that they would compute something else.
+            in ``groups``, ``per_position``, ``eps``, ``mix_eps`` or ``dim_scale``, so that they would compute
+            something else.
 
     Warns:
         UserWarning: ``momentum`` differs: the target will average otherwise when it is trained on.
@@ -167,10 +163,12 @@ def _same_momentum(a: float | None, b: float | None) -> bool:
 def _fit(source: State, target: State) -> tuple[State, list[str]]:
     """The source's state in the shapes and types of the target, and what does not fit."""
     problems = [
-        f"{name}={value} in the source, {target.options[name]} in the target"
-        for name, value in source.options.items()
-        if value != target.options[name]
+        f"{name}={value} in the source, {other} in the target"
+        for name, value, other in zip(Spec._fields, source.spec, target.spec, strict=True)
+        if value != other
     ]
+    if problems:  # nor need the shapes correspond
+        return source, problems
     known = source.positions if target.positions is None else target.positions
     if source.positions not in (None, known):
         problems.append(f"statistics for positions {source.positions} in the source, {known} in the target")
@@ -204,7 +202,7 @@ def _read(layer: BatchLayerNorm) -> State:
         tensors={name: None if t is None else t.detach().cpu().clone() for name, t in tensors.items()},
         positions=layer.population.position_shape,
         config=layer.config,
-        options=options(layer.per_position, layer.eps, layer.mix_eps, layer.dim_scale),
+        spec=layer.spec,
         momentum=layer.momentum,
     )
 

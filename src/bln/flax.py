@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 try:
     import jax
@@ -17,11 +18,10 @@ except ImportError as error:
     ) from error
 
 import numpy as np
-import torch
 
-from . import _arrays, formula
-from ._arrays import Population
-from ._transfer import State, as_numpy, as_tensor, options
+from . import _arrays
+from ._spec import Spec
+from ._transfer import State, as_numpy, as_tensor
 from .config import StatisticsConfig
 from .model import configure_layers
 from .population import window
@@ -45,21 +45,26 @@ class BatchLayerNorm(nnx.Module):
     ``mean_F``, ``var_F`` those over features, one for each sample and position. With running averages each of the
     four is the population's or the current mini-batch's, as ``config`` says. Put the layer behind the nonlinearity.
 
+    With ``groups`` it is the form to use in convolutional nets: batch statistics are pooled over positions, as those of
+    ``nnx.BatchNorm``, and feature statistics are those of a sample over a group of features and all positions, as those
+    of ``nnx.GroupNorm``. In a sequence such statistics see later positions too: do not use them in a causal model.
+
     Statistics, counters and the configuration are ``nnx.BatchStat``, so that ``nnx.split(model, nnx.Param,
     nnx.BatchStat)`` and checkpoints hold all of it. ``model.train()``, ``model.eval()`` and ``nnx.view`` act as on
     ``nnx.BatchNorm``.
 
     Args:
         num_features: The number of features (the paper's d).
+        groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
         channel_dim: Where features stand: last, as everywhere in Flax. (The torch layer has them at 1.)
-        per_position: Batch statistics for each position, as published. ``False`` pools them over positions, as
-            ``nnx.BatchNorm`` does, and takes any image size or sequence length.
+        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them over
+            positions, as ``nnx.BatchNorm`` does, and takes any image size or sequence length.
         position_shape: The positions (``(28, 28)``, ``80``) to keep statistics for. ``None`` learns them from the
             first call outside of ``jit``, ``grad`` and the like; a first training call inside is an error. Shorter
             sequences use the first positions.
         use_running_average: Infer instead of train; the argument of the call goes first.
         eps: Added to both variances.
-        mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``.
+        mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``, with ``groups`` 0.
         momentum: The weight of the *old* value in the population statistics, as in ``nnx.BatchNorm``: 0.9 here is 0.1
             in torch. The new one weighs at least ``1/updates``, so that initial values never mix in. ``None`` averages
             all mini-batches since the last ``reset_statistics``, weighted by samples.
@@ -67,7 +72,8 @@ class BatchLayerNorm(nnx.Module):
         use_scale: Learn a scale, ``scale``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. It can be
             assigned at any time outside of ``jit``; compiled functions follow, since it is data.
-        dim_scale: Divide by the root of ``num_features``, as the paper does.
+        dim_scale: Divide by the root of ``num_features``, as the paper does and, by default, the layer without
+            ``groups``.
         bias_init: Initializers, as in ``nnx.BatchNorm``.
         scale_init: Likewise.
         axis_name: Inside ``pmap``, ``shard_map`` or ``vmap``, the axis over which training mini-batches are one: counts
@@ -97,8 +103,9 @@ class BatchLayerNorm(nnx.Module):
         self,
         num_features: int,
         *,
+        groups: int | None = None,
         channel_dim: int = -1,
-        per_position: bool = True,
+        per_position: bool | None = None,
         position_shape: int | Sequence[int] | None = None,
         use_running_average: bool | None = False,
         eps: float = 1e-4,
@@ -107,7 +114,7 @@ class BatchLayerNorm(nnx.Module):
         use_bias: bool = True,
         use_scale: bool = True,
         config: StatisticsConfig | str = "TTFF",
-        dim_scale: bool = True,
+        dim_scale: bool | None = None,
         bias_init: Any = jax.nn.initializers.zeros,
         scale_init: Any = jax.nn.initializers.ones,
         axis_name: str | None = None,
@@ -116,42 +123,44 @@ class BatchLayerNorm(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        if not isinstance(num_features, int) or num_features < 1:
+        if not isinstance(num_features, SupportsIndex) or index(num_features) < 1:
             raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
         if not isinstance(channel_dim, int) or channel_dim == 0:
             raise ValueError(
                 f"channel_dim must be -1 (features last) or another but 0, that of samples; got {channel_dim!r}"
             )
-        positions = _arrays.check_options(eps, mix_eps, momentum, per_position, position_shape)
-        self.num_features = num_features
+        spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
+        positions = _arrays.check_options(spec, momentum, position_shape)
+        self.num_features = index(num_features)
+        spec.check_features(self.num_features)
+        self.groups, self.per_position, self.eps, self.mix_eps, self.dim_scale = spec
         self.channel_dim = channel_dim
-        self.per_position = per_position
-        self.position_shape = positions if per_position else ()
+        self.without_positions = not self.per_position
         self.use_running_average = use_running_average
-        self.eps = eps
-        self.mix_eps = mix_eps
         self.momentum = momentum
-        self.dim_scale = dim_scale
         self.axis_name = axis_name
         self.axis_index_groups = axis_index_groups
         self.dtype = dtype
         self.param_dtype = param_dtype
-        shape = (num_features,)
+        shape = (self.num_features,)
         self.scale = nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else nnx.data(None)
         self.bias = nnx.Param(bias_init(rngs.params(), shape, param_dtype)) if use_bias else nnx.data(None)
         self.switches = nnx.BatchStat(jnp.array(_arrays.switches_of(config), jnp.uint8))
-        for name, value in self._fresh(self.position_shape or ())._asdict().items():
-            setattr(self, name, nnx.BatchStat(value))
+        kept = jnp.promote_types(param_dtype, jnp.float32)
+        for name, size in _arrays.shapes(positions or (), *shape, self.groups).items():
+            kind = jnp.int32 if name in _arrays.COUNTERS else kept
+            setattr(self, name, nnx.BatchStat(jnp.full(size, _arrays.INITIAL[name], kind)))
 
-    def _fresh(self, positions: tuple[int, ...]) -> Population:
-        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
-        shapes, initial = Population.shapes(positions, self.num_features), Population.initial()
-        return Population(
-            *(
-                jnp.full(shape, value, jnp.int32 if name in Population.counters() else dtype)
-                for name, shape, value in zip(Population._fields, shapes, initial, strict=True)
-            )
-        )
+    @property
+    def spec(self) -> Spec:
+        """What the layer computes."""
+        return Spec(self.groups, self.per_position, self.eps, self.mix_eps, self.dim_scale)
+
+    @property
+    def position_shape(self) -> tuple[int, ...] | None:
+        """The positions statistics are kept for, which their own shape says; ``None`` while they are unknown."""
+        positions = tuple(self.batch_mean.shape[:-1])
+        return positions if positions or self.without_positions else None
 
     @property
     def config(self) -> StatisticsConfig:
@@ -171,44 +180,27 @@ class BatchLayerNorm(nnx.Module):
                 "(3) model.train() or model.eval()"
             )
         x, mask = jnp.asarray(x), None if mask is None else jnp.asarray(mask)
-        channel_dim = self._check(x, mask)
-        parameters = [None if p is None else p[...] for p in (self.scale, self.bias)]
-        given = self.dtype or jnp.result_type(x, *(p for p in parameters if p is not None))
-        dtype = jnp.promote_types(x.dtype, self.batch_mean[...].dtype)
-        rows = jnp.moveaxis(x.astype(dtype), channel_dim, -1)
-        if mask is not None:
-            rows = jnp.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
-
+        channel_dim = self._check(x, mask, infer)
+        given = self.dtype or jnp.result_type(x, *(p[...] for p in (self.scale, self.bias) if p is not None))
+        if x.shape[0] == 0:
+            return x.astype(given)
+        rows = jnp.moveaxis(x.astype(jnp.promote_types(x.dtype, self.batch_mean.dtype)), channel_dim, -1)
         positions = rows.shape[1:-1] if self.per_position else ()
         self._learn(positions, x, infer)
         used = window(positions, self.position_shape)
-        length = used[0].stop if used else None
-        whole = Population(*(getattr(self, name)[...] for name in Population._fields))
-        population = whole.first(length)
-        shared = self.axis_name is not None and not infer
-        psum = partial(jax.lax.psum, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
-        total = {"total": psum} if shared else {}
-        batch = _arrays.measure(jnp, rows, mask, self.per_position, **total)
-        statistics = _arrays.chosen(jnp, self.switches[...], batch, population) if infer else batch.statistics
-        y = formula.transform(
-            rows,
-            statistics,
-            *(None if p is None else p.astype(dtype) for p in parameters),
-            eps=self.eps,
-            mix_eps=self.eps if self.mix_eps is None else self.mix_eps,
-            dim_scale=self.dim_scale,
-        )
-        if mask is not None:
-            y = jnp.where(mask[..., None], y, 0)
-        if not infer:
-            momentum = None if self.momentum is None else 1 - self.momentum
-            part = _arrays.updated(jnp, population, batch, mask, momentum, **total)
-            for name, value in _arrays.put_back(jnp, whole, part, length)._asdict().items():
+        arrays = {name: None if v is None else v[...] for name, v in variables(self).items()}
+        layer = _arrays.Layer(jnp, self.spec, arrays, used[0].stop if used else None)
+        if infer:
+            y = layer.infer(rows, mask, self.switches[...])
+        else:
+            psum = partial(jax.lax.psum, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
+            y, after = layer.train(rows, mask, self.momentum, None if self.axis_name is None else psum)
+            for name, value in after.items():
                 variable = getattr(self, name)
-                variable[...] = jax.lax.stop_gradient(value.astype(variable[...].dtype))
+                variable[...] = jax.lax.stop_gradient(value.astype(variable.dtype))
         return jnp.moveaxis(y, -1, channel_dim).astype(given)
 
-    def _check(self, x: Any, mask: Any) -> int:
+    def _check(self, x: Any, mask: Any, infer: bool) -> int:
         """Refuse what cannot be normalized; returns the dimension of features counted from the front."""
         shape = x.shape
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -224,8 +216,8 @@ class BatchLayerNorm(nnx.Module):
                 f"expected {self.num_features} features along dimension {channel_dim}, got {shape[channel_dim]} in an "
                 f"input of shape {shape}. If features stand elsewhere, pass channel_dim="
             )
-        if x.size == 0:
-            raise ValueError(f"cannot normalize an empty input, got shape {shape}; skip empty batches")
+        if x.size == 0 and not (infer and 0 not in shape[1:]):
+            raise ValueError(f"cannot train on an empty input, got shape {shape}; skip empty batches")
         if mask is not None:
             if mask.dtype != bool:
                 raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}")
@@ -246,13 +238,13 @@ class BatchLayerNorm(nnx.Module):
                 "model.eval(); model(x); (3) per_position=False"
             )
         if not traced:
-            for name, value in self._fresh(positions)._asdict().items():
+            for name, shape in _arrays.shapes(positions, self.num_features, self.groups).items():
                 variable = getattr(self, name)
                 old = variable[...]
-                if old.ndim < value.ndim and not name.startswith("batch"):
-                    old = old.reshape(old.shape + (1,) * (value.ndim - old.ndim))
-                variable.set_value(jnp.broadcast_to(old, value.shape))
-            self.position_shape = positions
+                if not name.startswith("batch"):
+                    old = old.reshape(old.shape + (1,) * (len(shape) - old.ndim))
+                variable.set_value(jnp.broadcast_to(old, shape))
+            self.without_positions = not positions
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """What ``nnx.view`` calls."""
@@ -261,8 +253,9 @@ class BatchLayerNorm(nnx.Module):
 
     def reset_statistics(self) -> None:
         """Forget the population: mean 0, variance 1. Positions stay known."""
-        for name, value in self._fresh(self.position_shape or ())._asdict().items():
-            getattr(self, name).set_value(value)
+        for name, value in _arrays.INITIAL.items():
+            variable = getattr(self, name)
+            variable.set_value(jnp.full_like(variable[...], value))
 
 
 # ---- whole models
@@ -308,30 +301,22 @@ def reset_statistics(model: Any) -> None:
 # ---- moving to and from other frameworks
 
 
+def variables(layer: BatchLayerNorm) -> dict[str, Any]:
+    """All that a layer holds but the configuration, by the names of ``State``."""
+    return {"scale": layer.scale, "shift": layer.bias, **{name: getattr(layer, name) for name in _arrays.INITIAL}}
+
+
 def read(layer: BatchLayerNorm) -> State:
     """Everything of a layer, for ``bln.transfer``."""
-
-    def tensor(variable: Any) -> torch.Tensor | None:
-        return None if variable is None else as_tensor(np.asarray(variable[...]), str(variable[...].dtype))
-
-    return State(
-        tensors={
-            "scale": tensor(layer.scale),
-            "shift": tensor(layer.bias),
-            **{name: tensor(getattr(layer, name)) for name in Population._fields},
-        },
-        positions=layer.position_shape,
-        config=layer.config,
-        options=options(layer.per_position, layer.eps, layer.mix_eps, layer.dim_scale),
-        momentum=None if layer.momentum is None else 1 - layer.momentum,
-    )
+    found = variables(layer).items()
+    tensors = {name: None if v is None else as_tensor(np.asarray(v[...]), str(v.dtype)) for name, v in found}
+    return State(tensors, layer.position_shape, layer.config, layer.spec, _arrays.new_weight(layer.momentum))
 
 
 def write(layer: BatchLayerNorm, state: State) -> None:
     """Give a layer the state of another, which fits."""
-    variables = {"scale": layer.scale, "shift": layer.bias, **{n: getattr(layer, n) for n in Population._fields}}
-    for name, variable in variables.items():
+    for name, variable in variables(layer).items():
         if variable is not None:
-            variable.set_value(jnp.array(as_numpy(state.tensors[name]), variable[...].dtype))
-    layer.position_shape = state.positions
+            variable.set_value(jnp.array(as_numpy(state.tensors[name]), variable.dtype))
+    layer.without_positions = state.positions == ()
     layer.config = state.config

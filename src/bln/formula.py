@@ -61,7 +61,7 @@ def transform(x: Any, s: Statistics, gamma: Any = None, beta: Any = None, *, spe
     if spec.groups is None:
         mean_F, var_F = _each(s.feature_mean), _each(s.feature_var)
     else:
-        mean_F, var_F = (_at_positions(spread(xp, v, d), len(x.shape)) for v in (s.feature_mean, s.feature_var))
+        mean_F, var_F = (at_positions(spread(xp, v, d), len(x.shape)) for v in (s.feature_mean, s.feature_var))
     x_B = (x - s.batch_mean) / (s.batch_var + spec.eps) ** 0.5  # eqs 14, 22
     x_F = (x - mean_F) / (var_F + spec.eps) ** 0.5  # eqs 15, 23
     w_B, w_F = weights(_each(s.inverse_m), spec.mix_eps, d, spec.dim_scale)
@@ -75,7 +75,7 @@ def _each(value: Any) -> Any:
     return value[..., None] if len(value.shape) else value
 
 
-def _at_positions(value: Any, rank: int) -> Any:
+def at_positions(value: Any, rank: int) -> Any:
     """``(..., d)`` with axes for the positions of an input of ``rank`` axes."""
     while 1 < len(value.shape) < rank:
         value = value[..., None, :]

@@ -13,16 +13,49 @@ import tolerance
 
 CONFIGS = [str(config) for config in bln.StatisticsConfig.all()]
 SHAPES = {
-    "dense": ((6, 5), -1),
+    "dense": ((6, 6), -1),
     "sequence": ((5, 7, 4), -1),
     "features first": ((5, 4, 3), 1),
     "image": ((4, 3, 2, 6), -1),
-    "features between": ((3, 2, 5, 4), 2),
+    "features between": ((3, 2, 6, 4), 2),
     "single sample": ((1, 3, 4), -1),
     "single feature": ((4, 3, 1), -1),
 }
-OPTIONS = {"eps": 1e-3, "mix_eps": 1e-4, "dim_scale": True}
+FORMS = {
+    "published": {"per_position": True},
+    "pooled": {"per_position": False},
+    "grouped": {"per_position": False, "groups": 2},
+    "one group": {"per_position": False, "groups": 1},
+    "grouped, per position": {"per_position": True, "groups": 2},
+}
 FLOAT = torch.float32
+# Every form with every shape, history and kind of value would take an hour of compiling; these meet every line.
+FEW = ("one group", "grouped, per position")
+CASES = [
+    (shape, form) for shape in SHAPES for form in FORMS if form not in FEW or shape in ("sequence", "features between")
+]
+HISTORIES = [(momentum, form) for momentum in (None, 0.1, 0.7, 0.0, 1.0) for form in ("published", "pooled")]
+HISTORIES += [(momentum, form) for momentum in (None, 0.1) for form in ("grouped", "grouped, per position")]
+NOT_FINITE = [(bad, form) for bad in (np.nan, np.inf, -np.inf, 3e38) for form in ("published", "pooled")]
+NOT_FINITE += [(bad, form) for bad in (np.nan, 3e38) for form in ("grouped", "grouped, per position")]
+
+
+def options_of(form: str, d: int) -> dict[str, Any]:
+    """What a layer of ``d`` features is made with: as published with other epsilons, or as by default with groups."""
+    chosen = FORMS[form]
+    if "groups" not in chosen:
+        return {**chosen, "groups": None, "eps": 1e-3, "mix_eps": 1e-4, "dim_scale": True}
+    return {**chosen, "groups": min(d, chosen["groups"]), "eps": 1e-3, "mix_eps": 0.0, "dim_scale": False}
+
+
+def numeric(options: dict[str, Any]) -> dict[str, Any]:
+    """What the formula takes beside the statistics."""
+    return {name: value for name, value in options.items() if name != "per_position"}
+
+
+def inferring(options: dict[str, Any]) -> dict[str, Any]:
+    """What an oracle's population, which knows its groups, takes."""
+    return {name: value for name, value in options.items() if name != "groups"}
 
 
 class Framework(Protocol):
@@ -55,14 +88,16 @@ def mini_batch(rng, shape, channel_dim, masked):
     return x, mask, np.moveaxis(x, channel_dim, -1).astype(np.float64)
 
 
-def check_layer(framework: Framework, rng, shape, channel_dim, per_position, masked):
+def check_layer(framework: Framework, rng, shape, channel_dim, form, masked):
     """Training output, gradients, population statistics and all 16 configurations, over three mini-batches."""
     d = shape[channel_dim]
+    options = options_of(form, d)
+    per_position, groups = options["per_position"], options["groups"]
     gamma, beta = (rng.normal(size=d).astype(np.float32) for _ in range(2))
-    layer = framework.make(d, channel_dim=channel_dim, per_position=per_position, **OPTIONS)
-    ours = bln.BatchLayerNorm(d, channel_dim=channel_dim, per_position=per_position, **OPTIONS)
+    layer = framework.make(d, channel_dim=channel_dim, **options)
+    ours = bln.BatchLayerNorm(d, channel_dim=channel_dim, **options)
     positions = tuple(np.delete(shape, [0, channel_dim % len(shape)])) if per_position else ()
-    expected = oracle.Population(positions, d)
+    expected = oracle.Population(positions, d, groups)
     size = 0.0
     for step in range(3):
         x, mask, rows = mini_batch(rng, shape, channel_dim, masked)
@@ -73,7 +108,7 @@ def check_layer(framework: Framework, rng, shape, channel_dim, per_position, mas
             ours(torch.tensor(x), None if mask is None else torch.tensor(mask))
             ours.weight.data, ours.bias.data = torch.tensor(gamma), torch.tensor(beta)
             expected.update(rows, 0.1, mask, per_position)
-        _check_training(framework, layer, ours, x, dy, mask, rows, gamma, beta, per_position)
+        _check_training(framework, layer, ours, x, dy, mask, rows, gamma, beta, options)
         expected.update(rows, 0.1, mask, per_position)
         size = max(size, np.abs(rows if mask is None else rows[mask]).max())
     check_population(framework, layer, expected, size)
@@ -90,14 +125,14 @@ def check_layer(framework: Framework, rng, shape, channel_dim, per_position, mas
     for config in CONFIGS:
         layer.config = ours.config = config
         y = np.moveaxis(framework.infer(layer, x, mask), channel_dim, -1)
-        wanted = expected.infer(rows, config, gamma, beta, mask=mask, per_position=per_position, **OPTIONS)
-        bound = _inference_bound(expected, config, rows, mask, per_position, wanted, gamma, beta)
+        wanted = expected.infer(rows, config, gamma, beta, mask=mask, **inferring(options))
+        bound = _inference_bound(expected, config, rows, mask, options, wanted, gamma, beta)
         tolerance.close(y, wanted, bound, f"y in {config}")
         torch_y = ours(torch.tensor(x), None if mask is None else torch.tensor(mask)).movedim(channel_dim, -1)
         tolerance.close(y, torch_y.detach().double().numpy(), 2 * bound, f"y in {config} beside torch")
 
 
-def _check_training(framework, layer, ours, x, dy, mask, rows, gamma, beta, per_position):
+def _check_training(framework, layer, ours, x, dy, mask, rows, gamma, beta, options):
     y, *gradients = framework.train_backward(layer, x, dy, mask)
     leaf = torch.tensor(x, requires_grad=True)
     ours.zero_grad()
@@ -106,16 +141,16 @@ def _check_training(framework, layer, ours, x, dy, mask, rows, gamma, beta, per_
 
     at = layer_axis(ours)
     rows_dy = np.moveaxis(dy, at, -1).astype(np.float64)
-    s = oracle.measure(rows, mask, per_position)
+    s = oracle.measure(rows, mask, options["per_position"], options["groups"])
     spread = (s.var_B, s.var_F, 1 / np.maximum(s.m, 1))
-    wanted = oracle.train(rows, gamma, beta, mask=mask, per_position=per_position, **OPTIONS)
-    bound = tolerance.output(rows, wanted, *spread, gamma, beta, FLOAT, **OPTIONS)
+    wanted = oracle.train(rows, gamma, beta, mask=mask, **options)
+    bound = tolerance.output(rows, wanted, *spread, gamma, beta, FLOAT, **numeric(options))
     y, torch_y = np.moveaxis(y, at, -1), torch_y.detach().movedim(at, -1).double().numpy()
     tolerance.close(y, wanted, bound, "y")
     tolerance.close(y, torch_y, 2 * bound, "y beside torch")
 
-    wanted = oracle.train_backward(rows, rows_dy, gamma, mask=mask, per_position=per_position, **OPTIONS)
-    bounds = tolerance.gradient(rows, wanted[0], rows_dy, *spread, gamma, FLOAT, **OPTIONS)
+    wanted = oracle.train_backward(rows, rows_dy, gamma, mask=mask, **options)
+    bounds = tolerance.gradient(rows, wanted[0], rows_dy, *spread, gamma, FLOAT, **numeric(options))
     gradients[0] = np.moveaxis(gradients[0], at, -1)
     theirs = (leaf.grad.movedim(at, -1), ours.weight.grad, ours.bias.grad)
     for name, ours_, expected, bound, other in zip(
@@ -137,8 +172,8 @@ def check_population(framework: Framework, layer: Any, expected: oracle.Populati
         tolerance.close(framework.get(layer, name), getattr(expected, theirs), bound, name)
 
 
-def _inference_bound(population, config, rows, mask, per_position, wanted, gamma, beta):
-    s = oracle.measure(rows, mask, per_position)
+def _inference_bound(population, config, rows, mask, options, wanted, gamma, beta):
+    s = oracle.measure(rows, mask, options["per_position"], options["groups"])
     E_B, Std_B, E_F, Std_F = (letter == "T" for letter in config)
     mean_B, mean_F = population.mean_B if E_B else s.mean_B, population.mean_F if E_F else s.mean_F
     var_B = population.var_B if Std_B else s.var_B + (s.mean_B - mean_B) ** 2
@@ -146,7 +181,7 @@ def _inference_bound(population, config, rows, mask, per_position, wanted, gamma
     # A population mean may be larger than the input: it is subtracted, so it counts among the inputs' sizes.
     values = np.append(rows.ravel(), [np.abs(population.mean_B).max(), np.abs(population.mean_F).max()])
     inverse_m = np.where(population.updates > 0, population.inverse_m, 1 / np.maximum(s.m, 1))
-    return tolerance.output(values, wanted, var_B, var_F, inverse_m, gamma, beta, FLOAT, **OPTIONS)
+    return tolerance.output(values, wanted, var_B, var_F, inverse_m, gamma, beta, FLOAT, **numeric(options))
 
 
 class Window(oracle.Population):
@@ -155,38 +190,45 @@ class Window(oracle.Population):
     def __init__(self, population, positions):
         index = (*(slice(size) for size in positions), ...)
         for name, value in vars(population).items():
-            setattr(self, name, value[index])
+            whole = name.startswith("group") or (population.groups is not None and name.endswith("_F"))
+            setattr(self, name, value if whole else value[index])
 
 
-def check_history(framework: Framework, rng, momentum, per_position):
+def check_history(framework: Framework, rng, momentum, form):
     """Mini-batches of different sizes, masks and lengths, one after another."""
-    d, longest = 3, 5
+    d, longest = 4, 5
+    options = options_of(form, d)
+    per_position = options["per_position"]
     known = {"position_shape": longest} if per_position else {}
-    layer = framework.make(d, channel_dim=-1, per_position=per_position, momentum=momentum, **known, **OPTIONS)
-    expected = oracle.Population((longest,) if per_position else (), d)
+    layer = framework.make(d, channel_dim=-1, momentum=momentum, **known, **options)
+    ours = bln.BatchLayerNorm(d, channel_dim=-1, momentum=momentum, **known, **options)
+    expected = oracle.Population((longest,) if per_position else (), d, options["groups"])
     size = 0.0
     for n, length, masked in ((4, 5, False), (1, 3, False), (6, 4, True), (2, 1, True), (3, 5, True)):
         x, mask, rows = mini_batch(rng, (n, length, d), -1, masked)
         framework.train(layer, x, mask)
+        ours(torch.tensor(x), None if mask is None else torch.tensor(mask))
         Window(expected, (length,) if per_position else ()).update(rows, momentum, mask, per_position)
         size = max(size, np.abs(rows if mask is None else rows[mask]).max())
     check_population(framework, layer, expected, size)
+    for name in ("updates", "samples"):
+        np.testing.assert_array_equal(framework.get(layer, name), getattr(ours.population, name), err_msg=name)
 
     x, mask, rows = mini_batch(rng, (2, 4, d), -1, True)
     window = Window(expected, (4,) if per_position else ())
     for config in ("TTFF", "FTTF", "TTTT"):
         layer.config = config
-        wanted = window.infer(rows, config, mask=mask, per_position=per_position, **OPTIONS)
-        bound = _inference_bound(window, config, rows, mask, per_position, wanted, np.ones(d), np.zeros(d))
+        wanted = window.infer(rows, config, mask=mask, **inferring(options))
+        bound = _inference_bound(window, config, rows, mask, options, wanted, np.ones(d), np.zeros(d))
         # The population itself is rounded: its variance by the square of size / deviation.
         np.testing.assert_allclose(framework.infer(layer, x, mask), wanted, atol=50 * bound.max(), rtol=1e-4)
 
 
-def check_not_finite(framework: Framework, rng, bad, masked, per_position):
+def check_not_finite(framework: Framework, rng, bad, masked, form):
     """A mini-batch with one bad value changes nothing, and the next one enters."""
-    layer = framework.make(3, channel_dim=-1, per_position=per_position)
+    layer = framework.make(4, channel_dim=-1, **options_of(form, 4))
     mask = np.ones((4, 5), bool) if masked else None
-    x = rng.normal(size=(4, 5, 3)).astype(np.float32)
+    x = rng.normal(size=(4, 5, 4)).astype(np.float32)
     framework.train(layer, x, mask)
     names = [*oracle.NAMES, "updates", "samples"]
     before = {name: framework.get(layer, name).copy() for name in names}

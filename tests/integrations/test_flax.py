@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 import bln
 import bln.flax
 import oracle
-from agreement import CONFIGS, SHAPES, check_history, check_layer, check_not_finite
+from agreement import CASES, CONFIGS, HISTORIES, NOT_FINITE, SHAPES, check_history, check_layer, check_not_finite
 from bln.flax import BatchLayerNorm
 from pages import check_lazy, check_missing, run_example
 
@@ -84,32 +84,44 @@ def assert_same(layer, expected, **tolerance):
 
 class TestNumbers:
     @pytest.mark.parametrize("masked", [False, True])
-    @pytest.mark.parametrize("per_position", [True, False])
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_it_agrees_with_the_oracle_and_with_torch(self, rng, shape, per_position, masked):
-        check_layer(FLAX, rng, *SHAPES[shape], per_position, masked)
+    @pytest.mark.parametrize(("shape", "form"), CASES)
+    def test_it_agrees_with_the_oracle_and_with_torch(self, rng, shape, form, masked):
+        check_layer(FLAX, rng, *SHAPES[shape], form, masked)
 
-    @pytest.mark.parametrize("per_position", [True, False])
-    @pytest.mark.parametrize("momentum", [None, 0.1, 0.7, 0.0, 1.0])
-    def test_the_population_after_any_history_is_the_oracles(self, rng, momentum, per_position):
-        check_history(FLAX, rng, momentum, per_position)
+    @pytest.mark.parametrize(("momentum", "form"), HISTORIES)
+    def test_the_population_after_any_history_is_the_oracles(self, rng, momentum, form):
+        check_history(FLAX, rng, momentum, form)
 
-    @pytest.mark.parametrize("per_position", [True, False])
     @pytest.mark.parametrize("masked", [True, False])
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-    def test_a_mini_batch_that_is_not_finite_never_enters(self, rng, bad, masked, per_position):
-        check_not_finite(FLAX, rng, bad, masked, per_position)
+    @pytest.mark.parametrize(("bad", "form"), NOT_FINITE)
+    def test_a_mini_batch_that_is_not_finite_never_enters(self, rng, bad, masked, form):
+        check_not_finite(FLAX, rng, bad, masked, form)
 
-    @pytest.mark.parametrize("per_position", [True, False])
-    def test_a_single_sample_is_finite_and_useful_in_all_16_configurations(self, rng, per_position):
-        layer = make(5, per_position=per_position)
+    @pytest.mark.parametrize("options", [{}, {"per_position": False}, {"groups": 2}, {"groups": 6}], ids=str)
+    def test_a_single_sample_is_finite_and_useful_in_all_16_configurations(self, rng, options):
+        layer = make(6, **options)
         for _ in range(3):
-            assert jnp.isfinite(layer(normal(rng, 1, 4, 5))).all()
+            assert jnp.isfinite(layer(normal(rng, 1, 4, 6))).all()
         for config in CONFIGS:
             layer.config = config
-            y = layer(normal(rng, 1, 4, 5), use_running_average=True)
+            y = layer(normal(rng, 1, 4, 6), use_running_average=True)
             assert jnp.isfinite(y).all()
             assert jnp.abs(y).max() > 0.01
+
+    @pytest.mark.parametrize("groups", [1, 3, 6])
+    def test_grouped_it_is_flaxs_group_norm_at_a_single_sample(self, rng, groups):
+        theirs = nnx.GroupNorm(6, num_groups=groups, epsilon=1e-4, use_fast_variance=False, rngs=nnx.Rngs(0))
+        x = normal(rng, 1, 5, 4, 6)
+        np.testing.assert_allclose(make(6, groups=groups)(x), theirs(x), **CLOSE)
+
+    def test_grouped_it_is_flaxs_batch_norm_where_one_over_m_is_0(self, rng):
+        layer = make(6, groups=3)
+        theirs = nnx.BatchNorm(6, epsilon=1e-4, use_running_average=True, rngs=nnx.Rngs(0))
+        theirs.mean[...], theirs.var[...] = normal(rng, 6), normal(rng, 6) ** 2 + 0.1
+        layer.batch_mean[...], layer.batch_var[...] = theirs.mean[...], theirs.var[...]
+        layer.updates[...] = jnp.ones_like(layer.updates[...])
+        x = normal(rng, 4, 5, 6)
+        np.testing.assert_allclose(layer(x, use_running_average=True), theirs(x), **CLOSE)
 
 
 class TestModes:
@@ -168,6 +180,20 @@ class TestModes:
         x = normal(rng, 2, 4, 3)
         assert jnp.array_equal(again(x, True), layer(x, True))
 
+    @pytest.mark.parametrize("options", [{}, {"groups": 5, "per_position": True}], ids=str)
+    def test_positions_come_with_the_state_of_another_layer(self, rng, options):
+        """They once stayed unknown, and an input of one position was stretched to all: (6, 7, 5) for (6, 1, 5)."""
+        old, new = make(5, **options), make(5, **options)
+        old(normal(rng, 6, 7, 5))
+        nnx.update(new, nnx.state(old))
+        assert new.position_shape == (7,)
+        x = normal(rng, 6, 1, 5)
+        assert jnp.array_equal(new(x, use_running_average=True), old(x, use_running_average=True))
+        with pytest.raises(ValueError, match=r"positions \(8,\), but statistics are kept for positions \(7,\)"):
+            new(normal(rng, 6, 8, 5))
+        new.reset_statistics()
+        assert new.position_shape == (7,)
+
     def test_no_parameters(self, rng):
         layer = make(use_bias=False, use_scale=False)
         x = normal(rng, 4, 3)
@@ -218,6 +244,9 @@ class TestTypes:
             population = oracle.Population((4,), 3)
             population.update(x, 0.1)
             np.testing.assert_allclose(layer.feature_var[...], population.var_F, rtol=1e-12)
+            grouped = oracle.train(x, groups=1, per_position=False, mix_eps=0, dim_scale=False)
+            layer = make(groups=1, param_dtype=jnp.float64)
+            np.testing.assert_allclose(layer(jnp.asarray(x)), grouped, atol=1e-12)
 
 
 class TestTransformations:
@@ -293,22 +322,22 @@ SHARDS = 4
 class TestShards:
     """Four shards with different numbers of real entries are one mini-batch."""
 
-    @pytest.fixture(params=[(False, True), (True, True), (False, False), (True, False)], ids=str)
+    OPTIONS = (
+        {"position_shape": 5},
+        {"per_position": False},
+        {"groups": 3},
+        {"groups": 3, "per_position": True, "position_shape": 5},
+    )
+
+    @pytest.fixture(params=itertools.product([False, True], OPTIONS), ids=str)
     def case(self, request, rng):
-        masked, per_position = request.param
+        masked, options = request.param
         x, dy = normal(rng, 8, 5, 3), normal(rng, 8, 5, 3)
         # The first shard has next to nothing, the second nothing at some positions.
         mask = jnp.asarray(rng.random((8, 5)) < np.repeat([0.1, 0.4, 0.9, 1.0], 2)[:, None]) if masked else None
-        whole = make(per_position=per_position, position_shape=5 if per_position else None)
+        whole = make(**options)
         expected = FLAX.train_backward(whole, x, dy, mask)
-        return (
-            x,
-            dy,
-            mask,
-            {"per_position": per_position, "position_shape": whole.position_shape or None},
-            whole,
-            expected,
-        )
+        return x, dy, mask, options, whole, expected
 
     @staticmethod
     def split(array, groups=SHARDS):
@@ -393,6 +422,9 @@ class TestShards:
     [
         ({"channel_dim": 0}, "channel_dim must be -1"),
         ({"features": 0}, "num_features must be an integer of at least 1"),
+        ({"features": 3.0}, "num_features must be an integer of at least 1"),
+        ({"groups": 2}, "groups=2 does not divide 3 features; try groups=1 or groups=3"),
+        ({"groups": 3, "position_shape": 4}, "goes with per_position=True"),
         ({"eps": 0}, "must be a positive number"),
         ({"momentum": -0.1}, "weight of the old value"),
         ({"position_shape": (3, 0)}, "must hold positive sizes"),
@@ -410,7 +442,7 @@ def test_arguments_that_cannot_be_are_refused(arguments, message):
         (jnp.ones((4, 3), int), None, TypeError, "floating point"),
         (jnp.ones(3), None, ValueError, r"x\[None\]"),
         (jnp.ones((4, 5)), None, ValueError, "expected 3 features along dimension 1, got 5"),
-        (jnp.ones((0, 3)), None, ValueError, "empty input"),
+        (jnp.ones((0, 3)), None, ValueError, r"cannot train on an empty input, got shape \(0, 3\)"),
         (jnp.ones((4, 3)), jnp.ones(4), TypeError, "boolean mask"),
         (jnp.ones((4, 3)), jnp.ones((4, 3), bool), ValueError, r"mask \(N, \*positions\) of shape \(4,\)"),
     ],
@@ -418,6 +450,22 @@ def test_arguments_that_cannot_be_are_refused(arguments, message):
 def test_inputs_that_cannot_be_are_refused(x, mask, error, message):
     with pytest.raises(error, match=message):
         make()(x, mask=mask)
+
+
+@pytest.mark.parametrize("options", [{}, {"per_position": False}, {"groups": 3}], ids=str)
+def test_an_empty_batch_comes_out_empty_at_inference(rng, options):
+    layer = make(**options, dtype=jnp.bfloat16)
+    for _ in range(2):  # before training and after
+        y = layer(jnp.ones((0, 4, 3)), use_running_average=True, mask=jnp.ones((0, 4), bool))
+        assert y.shape == (0, 4, 3)
+        assert y.dtype == jnp.bfloat16
+        layer(normal(rng, 2, 4, 3))
+
+
+def test_the_number_of_features_may_be_an_integer_of_numpy(rng):
+    layer = make(np.int64(3), groups=np.int64(3))
+    assert layer(normal(rng, 2, 3)).shape == (2, 3)
+    assert (type(layer.num_features), type(layer.groups)) == (int, int)
 
 
 def test_a_mask_may_be_a_list(rng):
@@ -433,9 +481,10 @@ def test_other_positions_are_refused_with_the_ways_out(rng):
         layer(normal(rng, 2, 5, 4, 3))
 
 
-def test_options_are_those_of_torch_by_default():
-    ours, theirs = make(), bln.BatchLayerNorm(3)
-    for name in ("per_position", "eps", "mix_eps", "dim_scale", "config"):
+@pytest.mark.parametrize("groups", [None, 3])
+def test_options_are_those_of_torch_by_default(groups):
+    ours, theirs = make(groups=groups), bln.BatchLayerNorm(3, groups=groups)
+    for name in ("groups", "per_position", "eps", "mix_eps", "dim_scale", "config"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert 1 - ours.momentum == pytest.approx(theirs.momentum)
     assert list(itertools.chain(ours.scale[...].tolist(), ours.bias[...].tolist())) == [1] * 3 + [0] * 3

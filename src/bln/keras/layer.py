@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from keras import ops
 
-from .. import _arrays, formula
-from .._arrays import Population
-from .._transfer import State, as_numpy, as_tensor, options
+from .. import _arrays
+from .._spec import Spec
+from .._transfer import State, as_numpy, as_tensor
 from ..config import StatisticsConfig
 from ..formula import Statistics
 from ..population import window
@@ -32,18 +32,24 @@ class BatchLayerNormalization(keras.layers.Layer):
     ``mean_F``, ``var_F`` those over features, one for each sample and position. At inference each of the four is the
     population's or the current mini-batch's, as ``config`` says. Put the layer behind the nonlinearity.
 
+    With ``groups`` it is the form to use in convolutional nets: batch statistics are pooled over positions, as those of
+    ``BatchNormalization``, and feature statistics are those of a sample over a group of features and all positions, as
+    those of ``GroupNormalization``. In a sequence such statistics see later positions too: do not use them in a causal
+    model.
+
     A mask, such as that of ``Embedding(mask_zero=True)``, marks real entries: hidden ones enter no statistic and come
     out 0, and ``m`` is counted at each position. Statistics are float32 under every dtype policy that is not float64.
     With ``trainable = False`` the layer acts as in inference, as ``keras.layers.BatchNormalization`` does.
 
     Args:
         axis: Where features stand; never 0, which is that of samples.
-        per_position: Batch statistics for each position, as published. ``False`` pools them over positions, as
-            ``BatchNormalization`` does, and takes any image size or sequence length.
+        groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
+        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them over
+            positions, as ``BatchNormalization`` does, and takes any image size or sequence length.
         position_shape: The positions (``(28, 28)``, ``80``) to keep statistics for; ``None`` takes them from the input
             shape. Shorter sequences use the first positions.
         epsilon: Added to both variances.
-        mix_epsilon: The epsilon of the mixing weights; ``None`` is ``epsilon``.
+        mix_epsilon: The epsilon of the mixing weights; ``None`` is ``epsilon``, with ``groups`` 0.
         momentum: The weight of the *old* value in the population statistics, as Keras has it: 0.9 here is 0.1 in
             torch. The new one weighs at least ``1/updates``, so that initial values never mix in. ``None`` averages
             all mini-batches since the last reset, weighted by samples: see ``ResetStatistics``.
@@ -51,7 +57,8 @@ class BatchLayerNormalization(keras.layers.Layer):
         scale: Learn a scale, ``gamma``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. It can be
             assigned at any time, compiled functions follow. It is saved with the weights.
-        dim_scale: Divide by the root of the number of features, as the paper does.
+        dim_scale: Divide by the root of the number of features, as the paper does and by default the layer without
+            ``groups``.
         beta_initializer: As Keras's own normalization layers take it.
         gamma_initializer: As Keras's own normalization layers take it.
         beta_regularizer: Likewise.
@@ -76,7 +83,8 @@ class BatchLayerNormalization(keras.layers.Layer):
     def __init__(
         self,
         axis: int = -1,
-        per_position: bool = True,
+        groups: int | None = None,
+        per_position: bool | None = None,
         position_shape: int | Sequence[int] | None = None,
         epsilon: float = 1e-4,
         mix_epsilon: float | None = None,
@@ -84,7 +92,7 @@ class BatchLayerNormalization(keras.layers.Layer):
         center: bool = True,
         scale: bool = True,
         config: StatisticsConfig | str = "TTFF",
-        dim_scale: bool = True,
+        dim_scale: bool | None = None,
         beta_initializer: Any = "zeros",
         gamma_initializer: Any = "ones",
         beta_regularizer: Any = None,
@@ -96,15 +104,13 @@ class BatchLayerNormalization(keras.layers.Layer):
         super().__init__(**kwargs)
         if not isinstance(axis, int) or axis == 0:
             raise ValueError(f"axis must be -1 (features last) or another but 0, that of samples; got {axis!r}")
-        self.position_shape = _arrays.check_options(epsilon, mix_epsilon, momentum, per_position, position_shape)
+        spec = Spec.of(groups, per_position, epsilon, mix_epsilon, dim_scale)
+        self.position_shape = _arrays.check_options(spec, momentum, position_shape)
+        self.groups, self.per_position, self.epsilon, self.mix_epsilon, self.dim_scale = spec
         self.axis = axis
-        self.per_position = per_position
-        self.epsilon = epsilon
-        self.mix_epsilon = mix_epsilon
         self.momentum = momentum
         self.center = center
         self.scale = scale
-        self.dim_scale = dim_scale
         self.beta_initializer = keras.initializers.get(beta_initializer)
         self.gamma_initializer = keras.initializers.get(gamma_initializer)
         self.beta_regularizer = keras.regularizers.get(beta_regularizer)
@@ -120,6 +126,11 @@ class BatchLayerNormalization(keras.layers.Layer):
     # ---- configuration
 
     @property
+    def spec(self) -> Spec:
+        """What the layer computes."""
+        return Spec(self.groups, self.per_position, self.epsilon, self.mix_epsilon, self.dim_scale)
+
+    @property
     def config(self) -> StatisticsConfig:
         """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
         return self._config if self._switches is None else _arrays.config_of(to_numpy(self._switches))
@@ -132,7 +143,7 @@ class BatchLayerNormalization(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """What rebuilds the layer, the configuration of statistics as it is now."""
-        plain = ["axis", "per_position", "position_shape", "epsilon", "mix_epsilon", "momentum"]
+        plain = ["axis", "groups", "per_position", "position_shape", "epsilon", "mix_epsilon", "momentum"]
         plain += ["center", "scale", "dim_scale"]
         config = {**super().get_config(), **{name: getattr(self, name) for name in plain}, "config": str(self.config)}
         for parameter in ("beta", "gamma"):
@@ -145,16 +156,11 @@ class BatchLayerNormalization(keras.layers.Layer):
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Create parameters and statistics for inputs of this shape."""
-        shape = tuple(input_shape)
-        if len(shape) < 2 or not -len(shape) < self.axis < len(shape):
-            raise ValueError(
-                f"expected an input (N, *positions, C), or with features at another axis than the last; got shape "
-                f"{shape} with axis={self.axis}"
-            )
-        axis = self.axis % len(shape)
+        shape, axis = tuple(input_shape), self._feature_axis(input_shape)
         features = shape[axis]
         if features is None:
             raise ValueError(f"the number of features, axis {self.axis} of the input shape {shape}, must be known")
+        self.spec.check_features(features)
         self._positions = self._known_positions(shape[1:axis] + shape[axis + 1 :], shape)
         self.input_spec = keras.layers.InputSpec(ndim=len(shape), axes={axis: features})
 
@@ -170,10 +176,9 @@ class BatchLayerNormalization(keras.layers.Layer):
                 )
                 setattr(self, name, weight)
         dtype = _wide(self.variable_dtype)
-        shapes, initial = Population.shapes(self._positions, features), Population.initial()
-        for name, size, value in zip(Population._fields, shapes, initial, strict=True):
-            kind = "int" if name in Population.counters() else dtype
-            setattr(self, name, self._remember(name, size, value, kind))
+        for name, size in _arrays.shapes(self._positions, features, self.groups).items():
+            kind = "int" if name in _arrays.COUNTERS else dtype
+            setattr(self, name, self._remember(name, size, _arrays.INITIAL[name], kind))
         self._switches = self._remember("config", (4,), _arrays.switches_of(self._config), "uint8")
 
     def _remember(self, name: str, shape: tuple[int, ...], value: Any, dtype: str) -> Any:
@@ -201,8 +206,19 @@ class BatchLayerNormalization(keras.layers.Layer):
             )
         return fixed
 
+    def _feature_axis(self, input_shape: Sequence[int | None]) -> int:
+        """The axis of features counted from the front."""
+        rank = len(input_shape)
+        if rank < 2 or not -rank < self.axis < rank:
+            raise ValueError(
+                f"expected an input (N, *positions, C), or with features at another axis than the last; got shape "
+                f"{tuple(input_shape)} with axis={self.axis}"
+            )
+        return self.axis % rank
+
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """That of the input."""
+        """Return the input's shape."""
+        self._feature_axis(input_shape)
         return input_shape
 
     # ---- calling
@@ -219,33 +235,14 @@ class BatchLayerNormalization(keras.layers.Layer):
             rows = tensorflow.ensure_shape(rows, (None, *self._positions, rows.shape[-1]))
         if mask is not None:
             mask = _boolean(mask, tuple(rows.shape[:-1]), tuple(inputs.shape))
-            rows = ops.where(mask[..., None], rows, 0.0)  # whatever hides there, NaN included, is gone
-
-        length = self._length(rows)
-        whole = Population(*(_as(value, dtype, name) for name, value in self._remembered().items()))
-        population = whole.first(length)
-        batch = _arrays.measure(ops, rows, mask, self.per_position)
-        statistics = (
-            batch.statistics
-            if training
-            else _arrays.chosen(ops, ops.convert_to_tensor(self._switches), batch, population)
-        )
-        y = formula.transform(
-            rows,
-            statistics,
-            None if self.gamma is None else ops.cast(self.gamma, dtype),
-            None if self.beta is None else ops.cast(self.beta, dtype),
-            eps=self.epsilon,
-            mix_eps=self.epsilon if self.mix_epsilon is None else self.mix_epsilon,
-            dim_scale=self.dim_scale,
-        )
-        if mask is not None:
-            y = ops.where(mask[..., None], y, 0.0)
+        arrays = {name: None if v is None else _as(v, dtype, name) for name, v in self._variables().items()}
+        layer = _arrays.Layer(ops, self.spec, arrays, self._length(rows))
         if training:
-            momentum = None if self.momentum is None else 1 - self.momentum
-            part = _arrays.updated(ops, population, batch, mask, momentum)
-            for name, value in _arrays.put_back(ops, whole, part, length)._asdict().items():
+            y, after = layer.train(rows, mask, self.momentum)
+            for name, value in after.items():
                 getattr(self, name).assign(ops.stop_gradient(value))
+        else:
+            y = layer.infer(rows, mask, ops.convert_to_tensor(self._switches))
         # Keras has cast floats to the policy's type; integers, such as those of images, become it here.
         kept = keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype))
         return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype if kept else self.compute_dtype)
@@ -261,14 +258,17 @@ class BatchLayerNormalization(keras.layers.Layer):
     # ---- statistics
 
     def _remembered(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in Population._fields}
+        return {name: getattr(self, name) for name in _arrays.INITIAL}
+
+    def _variables(self) -> dict[str, Any]:
+        """All that the layer holds but the configuration, by the names of ``State``."""
+        return {"scale": self.gamma, "shift": self.beta, **self._remembered()}
 
     def reset_statistics(self) -> None:
         """Forget the population: mean 0, variance 1."""
         if not self.built:  # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin
             return
-        initial = Population.initial()._asdict()
-        self._restore({name: np.full(v.shape, initial[name]) for name, v in self._remembered().items()})
+        self._restore({name: np.full(v.shape, _arrays.INITIAL[name]) for name, v in self._remembered().items()})
 
     def _snapshot(self) -> dict[str, Any]:
         return {name: to_numpy(variable).copy() for name, variable in self._remembered().items()}
@@ -283,9 +283,8 @@ class BatchLayerNormalization(keras.layers.Layer):
         take = new["updates"] == 0
         take[row] = snapshot["updates"][row] > 0
         for name, wanted in zip(Statistics._fields, take, strict=True):
-            wanted = wanted[..., None] if name.startswith("batch") else wanted
-            new[name] = np.where(wanted, snapshot[name], new[name])
-        for name in Population.counters():
+            new[name] = np.where(_arrays.broadcastable(name, wanted, self.groups), snapshot[name], new[name])
+        for name in _arrays.COUNTERS:
             new[name] = np.where(take, snapshot[name], new[name])
         self._restore(new)
 
@@ -308,7 +307,7 @@ def _boolean(mask: Any, expected: tuple[int | None, ...], shape: tuple[int | Non
 
 
 def _as(value: Any, dtype: str, name: str) -> Any:
-    return ops.convert_to_tensor(value) if name in Population.counters() else ops.cast(value, dtype)
+    return ops.convert_to_tensor(value) if name in _arrays.COUNTERS else ops.cast(value, dtype)
 
 
 def to_numpy(value: Any) -> Any:
@@ -326,27 +325,16 @@ def read(layer: BatchLayerNormalization) -> State:
     if not layer.built:
         raise ValueError(f"layer {layer.name!r} is not built; call it on a batch, or build its model, before")
 
-    def tensor(variable: Any) -> torch.Tensor | None:
-        return (
-            None if variable is None else as_tensor(to_numpy(variable), keras.backend.standardize_dtype(variable.dtype))
-        )
+    def tensor(variable: Any) -> torch.Tensor:
+        return as_tensor(to_numpy(variable), keras.backend.standardize_dtype(variable.dtype))
 
-    return State(
-        tensors={
-            "scale": tensor(layer.gamma),
-            "shift": tensor(layer.beta),
-            **{name: tensor(variable) for name, variable in layer._remembered().items()},
-        },
-        positions=layer._positions,
-        config=layer.config,
-        options=options(layer.per_position, layer.epsilon, layer.mix_epsilon, layer.dim_scale),
-        momentum=None if layer.momentum is None else 1 - layer.momentum,
-    )
+    tensors = {name: None if v is None else tensor(v) for name, v in layer._variables().items()}
+    return State(tensors, layer._positions, layer.config, layer.spec, _arrays.new_weight(layer.momentum))
 
 
 def write(layer: BatchLayerNormalization, state: State) -> None:
     """Give a layer the state of another, which fits."""
-    for name, variable in {"scale": layer.gamma, "shift": layer.beta, **layer._remembered()}.items():
+    for name, variable in layer._variables().items():
         if variable is not None:
             variable.assign(ops.array(as_numpy(state.tensors[name]), variable.dtype))
     layer.config = state.config

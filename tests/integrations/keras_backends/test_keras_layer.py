@@ -9,7 +9,17 @@ import pytest
 
 import bln
 import oracle
-from agreement import CONFIGS, SHAPES, Window, check_history, check_layer, check_not_finite
+from agreement import (
+    CASES,
+    CONFIGS,
+    HISTORIES,
+    NOT_FINITE,
+    SHAPES,
+    Window,
+    check_history,
+    check_layer,
+    check_not_finite,
+)
 from bln.keras import BatchLayerNormalization
 from through_numpy import Keras, double, numpy
 
@@ -34,29 +44,46 @@ def assert_same_state(layer, before):
 
 class TestNumbers:
     @pytest.mark.parametrize("masked", [False, True])
-    @pytest.mark.parametrize("per_position", [True, False])
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_it_agrees_with_the_oracle_and_with_torch(self, rng, shape, per_position, masked):
-        check_layer(KERAS, rng, *SHAPES[shape], per_position, masked)
+    @pytest.mark.parametrize(("shape", "form"), CASES)
+    def test_it_agrees_with_the_oracle_and_with_torch(self, rng, shape, form, masked):
+        check_layer(KERAS, rng, *SHAPES[shape], form, masked)
 
-    @pytest.mark.parametrize("per_position", [True, False])
-    @pytest.mark.parametrize("momentum", [None, 0.1, 0.7, 0.0, 1.0])
-    def test_the_population_after_any_history_is_the_oracles(self, rng, momentum, per_position):
-        check_history(KERAS, rng, momentum, per_position)
+    @pytest.mark.parametrize(("momentum", "form"), HISTORIES)
+    def test_the_population_after_any_history_is_the_oracles(self, rng, momentum, form):
+        check_history(KERAS, rng, momentum, form)
 
-    @pytest.mark.parametrize("per_position", [True, False])
     @pytest.mark.parametrize("masked", [True, False])
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-    def test_a_mini_batch_that_is_not_finite_never_enters(self, rng, bad, masked, per_position):
-        check_not_finite(KERAS, rng, bad, masked, per_position)
+    @pytest.mark.parametrize(("bad", "form"), NOT_FINITE)
+    def test_a_mini_batch_that_is_not_finite_never_enters(self, rng, bad, masked, form):
+        check_not_finite(KERAS, rng, bad, masked, form)
 
     def test_before_training_it_uses_mean_0_variance_1_and_the_current_m(self, rng):
         x = normal(rng, 4, 3)
         wanted = oracle.Population((), 3).infer(x, "TTFF", **EPS)
         np.testing.assert_allclose(numpy(BatchLayerNormalization()(x)), wanted, **CLOSE)
 
-    def test_a_mask_that_hides_everything_gives_0_and_no_update(self, rng):
-        layer = BatchLayerNormalization()
+    @pytest.mark.parametrize("groups", [1, 3, 6])
+    def test_grouped_it_is_kerass_group_normalization_at_a_single_sample(self, rng, groups):
+        x = normal(rng, 1, 5, 4, 6)
+        theirs = keras.layers.GroupNormalization(groups, epsilon=1e-4)
+        found = KERAS.train(BatchLayerNormalization(groups=groups), x)
+        np.testing.assert_allclose(found, numpy(theirs(x)), **CLOSE)
+
+    @pytest.mark.parametrize("options", [{}, {"per_position": False}, {"groups": 3}], ids=str)
+    def test_an_empty_batch_comes_out_empty_at_inference(self, rng, options):
+        layer = BatchLayerNormalization(**options)
+        layer(normal(rng, 4, 5, 3), training=True)
+        assert layer(normal(rng, 0, 5, 3)).shape == (0, 5, 3)
+
+    @pytest.mark.parametrize("groups", [None, 3])
+    def test_options_are_those_of_torch_by_default(self, groups):
+        ours, theirs = BatchLayerNormalization(groups=groups), bln.BatchLayerNorm(3, groups=groups)
+        assert ours.spec == theirs.spec
+        assert ours.config == theirs.config
+
+    @pytest.mark.parametrize("groups", [None, 3])
+    def test_a_mask_that_hides_everything_gives_0_and_no_update(self, rng, groups):
+        layer = BatchLayerNormalization(groups=groups)
         y = KERAS.train(layer, normal(rng, 4, 5, 3), np.zeros((4, 5), bool))
         assert (y == 0).all()
         assert not numpy(layer.updates).any()
@@ -70,15 +97,17 @@ class TestNumbers:
 
 
 BATTERY = {
-    "dense": ((8, 5), {}),
-    "sequence": ((8, 6, 5), {}),
-    "signal": ((8, 5, 6), {"axis": 1}),
-    "image": ((8, 4, 3, 5), {}),
-    "volume": ((8, 2, 3, 2, 5), {}),
+    "dense": ((8, 6), {}),
+    "sequence": ((8, 5, 6), {}),
+    "signal": ((8, 6, 5), {"axis": 1}),
+    "image": ((8, 4, 3, 6), {}),
+    "volume": ((8, 2, 3, 2, 6), {}),
 }
 VARIANTS = {
     "as published": {},
     "pooled": {"per_position": False},
+    "grouped": {"groups": 3},
+    "grouped, per position": {"groups": 2, "per_position": True},
     "pooled and unscaled": {"per_position": False, "dim_scale": False},
     "plain average": {"momentum": None},
     "no shift": {"center": False},
@@ -88,8 +117,8 @@ VARIANTS = {
 
 
 COMBINED = [
-    *itertools.product(BATTERY, ("as published", "pooled")),
-    *itertools.product(["sequence"], list(VARIANTS)[2:]),
+    *itertools.product(BATTERY, ("as published", "pooled", "grouped")),
+    *itertools.product(["sequence"], list(VARIANTS)[3:]),
 ]
 
 
@@ -235,6 +264,9 @@ class TestPrecision:
             np.testing.assert_allclose(numpy(layer.batch_var), population.var_B, rtol=1e-12)
             wanted = population.infer(x, "TTFF", **EPS)
             np.testing.assert_allclose(numpy(layer(x)), wanted, atol=1e-12)
+            grouped = oracle.train(x, groups=3, per_position=False, mix_eps=0, dim_scale=False)
+            layer = BatchLayerNormalization(groups=3, dtype="float64")
+            np.testing.assert_allclose(numpy(layer(x, training=True)), grouped, atol=1e-12)
 
 
 class TestConfiguration:
@@ -285,12 +317,15 @@ class TestPositions:
         with pytest.raises(ValueError, match=r"does not say how many.*position_shape=.*per_position=False"):
             BatchLayerNormalization()(keras.Input((None, 4)))
 
+    @pytest.mark.parametrize("groups", [None, 2])
     @pytest.mark.parametrize("per_position", [True, False])
-    def test_any_length_goes_through_one_model(self, rng, per_position):
-        layer = BatchLayerNormalization(per_position=per_position, position_shape=8 if per_position else None)
+    def test_any_length_goes_through_one_model(self, rng, per_position, groups):
+        layer = BatchLayerNormalization(
+            groups=groups, per_position=per_position, position_shape=8 if per_position else None
+        )
         model = keras.Sequential([keras.Input((None, 4)), layer])
         model.compile(keras.optimizers.SGD(0.0), loss="mse")
-        expected = oracle.Population((8,) if per_position else (), 4)
+        expected = oracle.Population((8,) if per_position else (), 4, groups)
 
         def window(length):
             return Window(expected, (length,) if per_position else ())
@@ -299,11 +334,12 @@ class TestPositions:
             x = normal(rng, 6, length, 4)
             model.train_on_batch(x, x)
             window(length).update(x, 0.1, None, per_position)
-        np.testing.assert_allclose(numpy(layer.batch_mean), expected.mean_B, **CLOSE)
-        np.testing.assert_allclose(numpy(layer.batch_var), expected.var_B, **CLOSE)
+        for name, theirs in oracle.NAMES.items():
+            np.testing.assert_allclose(numpy(getattr(layer, name)), getattr(expected, theirs), **CLOSE, err_msg=name)
+        numbers = {"eps": 1e-4, "mix_eps": layer.mix_epsilon, "dim_scale": layer.dim_scale}
         for length in (2, 8):
             x = normal(rng, 3, length, 4)
-            wanted = window(length).infer(x, "TTFF", per_position=per_position, **EPS)
+            wanted = window(length).infer(x, "TTFF", per_position=per_position, **numbers)
             np.testing.assert_allclose(model.predict_on_batch(x), wanted, **CLOSE)
 
     def test_other_positions_are_refused_with_the_ways_out(self, rng):
@@ -360,11 +396,12 @@ class TestMasks:
         ends = model.layers[-1](numpy(model(padded)[1])[:, :shortest])
         np.testing.assert_allclose(cell.predict_on_batch(padded), numpy(ends), **CLOSE)
 
-    def test_fit_and_predict_with_a_mask(self, rng):
+    @pytest.mark.parametrize("options", [{"position_shape": 7}, {"groups": 2}], ids=str)
+    def test_fit_and_predict_with_a_mask(self, rng, options):
         model = keras.Sequential([
             keras.Input((None,), dtype="int32"),
             keras.layers.Embedding(20, 4, mask_zero=True),
-            BatchLayerNormalization(position_shape=7),
+            BatchLayerNormalization(**options),
             keras.layers.GlobalAveragePooling1D(),
             keras.layers.Dense(1),
         ])  # fmt: skip
@@ -373,7 +410,8 @@ class TestMasks:
         ids[:, 5:] *= rng.random((12, 2)) < 0.5
         ids[0] = 3
         model.fit(ids, normal(rng, 12, 1), batch_size=12, verbose=0)
-        np.testing.assert_allclose(numpy(model.layers[1].inverse_m), 1 / (ids != 0).sum(0), rtol=1e-6)
+        samples = 12 if "groups" in options else (ids != 0).sum(0)
+        np.testing.assert_allclose(numpy(model.layers[1].inverse_m), 1 / samples, rtol=1e-6)
         assert np.isfinite(model.predict(ids[:, :5], verbose=0)).all()
 
     @pytest.mark.parametrize("per_position", [True, False])
@@ -460,6 +498,7 @@ class TestTraining:
         ({"position_shape": 0}, "must hold positive sizes"),
         ({"position_shape": 3, "per_position": False}, "goes with per_position=True"),
         ({"config": "TTF"}, "is not a configuration"),
+        ({"groups": 0}, "groups must be None .* or an integer of at least 1"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments, message):
@@ -471,3 +510,15 @@ def test_arguments_that_cannot_be_are_refused(arguments, message):
 def test_inputs_that_cannot_be_are_refused(shape):
     with pytest.raises(ValueError, match=r"expected an input|must be known"):
         BatchLayerNormalization().build(shape)
+
+
+@pytest.mark.parametrize("method", ["build", "compute_output_shape"])
+@pytest.mark.parametrize("axis", [3, -3, -4])
+def test_an_axis_out_of_bounds_is_refused(method, axis):
+    with pytest.raises(ValueError, match=rf"got shape \(None, 4, 3\) with axis={axis}"):
+        getattr(BatchLayerNormalization(axis), method)((None, 4, 3))
+
+
+def test_groups_that_do_not_divide_the_features_are_refused():
+    with pytest.raises(ValueError, match="groups=4 does not divide 6 features; try groups=2 or groups=3 or groups=6"):
+        BatchLayerNormalization(groups=4).build((None, 6))

@@ -93,19 +93,20 @@ class TestLayers:
 
 
 class TestCalibrate:
-    @pytest.mark.parametrize("per_position", [True, False])
-    def test_it_is_the_plain_average_under_frozen_weights(self, rng, per_position):
+    @pytest.mark.parametrize(("per_position", "groups"), [(True, None), (False, None), (False, 1), (True, 1)], ids=str)
+    def test_it_is_the_plain_average_under_frozen_weights(self, rng, per_position, groups):
         """Batches of different sizes weigh by their samples, dropout stays off, 1/m stays that of training."""
-        model = net(per_position=per_position)
+        model = net(per_position=per_position, groups=groups)
+        numbers = {} if groups is None else {"groups": groups, "mix_eps": 0.0, "dim_scale": False}
         for _ in range(3):
             model(normal(rng, 5, 6, 6, 1), training=True)
         remembered = state(model)
         batches = [normal(rng, n, 6, 6, 1) for n in (12, 7, 1, 4)]
-        expected = [oracle.Population((4, 4) if per_position else (), 4), oracle.Population((), 5)]
+        expected = [oracle.Population((4, 4) if per_position else (), 4, groups), oracle.Population((), 5, groups)]
         for x in batches:
             rows = hidden(model, x)
             expected[0].update(rows, None, None, per_position)
-            first = oracle.train(rows, per_position=per_position)
+            first = oracle.train(rows, per_position=per_position, **numbers)
             dense = model.layers[4]
             rows = np.tanh(first.reshape(len(x), -1) @ numpy(dense.kernel) + numpy(dense.bias))
             expected[1].update(rows, None, None, per_position)
@@ -226,9 +227,9 @@ class TestResetStatistics:
 
 
 class TestSearch:
-    @pytest.fixture
-    def trained(self, rng):
-        model = net()
+    @pytest.fixture(params=[None, 1])
+    def trained(self, rng, request):
+        model = net(groups=request.param)
         x, y = normal(rng, 40, 6, 6, 1), rng.integers(0, 3, 40)
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         model.fit(x, y, batch_size=8, verbose=0)

@@ -27,11 +27,11 @@ print(keras.backend.backend(), *(layer.config for layer in bln.keras.layers(mode
 
 
 def test_it_predicts_the_same_there(rng, tmp_path):
-    """Masks and an open length, pooled and mixed precision; a configuration for each layer."""
+    """Masks and an open length, groups and mixed precision; a configuration for each layer."""
     tokens, images = keras.Input((None,), dtype="int32"), keras.Input((4, 4, 3))
     x = keras.layers.Embedding(20, 6, mask_zero=True)(tokens)
     x = keras.layers.LSTM(5)(BatchLayerNormalization(position_shape=9, momentum=None, name="a")(x))
-    y = BatchLayerNormalization(axis=1, per_position=False, dim_scale=False, gamma_regularizer="l2", name="b")(images)
+    y = BatchLayerNormalization(axis=1, groups=2, gamma_regularizer="l2", name="b")(images)
     z = keras.layers.Concatenate()([x, keras.layers.Flatten()(y)])
     z = BatchLayerNormalization(dtype="mixed_bfloat16", name="c")(z)
     model = keras.Model([tokens, images], keras.layers.Dense(1, dtype="float32")(z))

@@ -80,7 +80,17 @@ def built(kind, features=3, positions=(4,), **options):
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(FRAMEWORKS, FRAMEWORKS)))
 class TestLayers:
-    @pytest.mark.parametrize("options", [{}, {"per_position": False}, {"momentum": None, "eps": 1e-3, "mix_eps": 1e-4}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"per_position": False},
+            {"momentum": None, "eps": 1e-3, "mix_eps": 1e-4},
+            {"groups": 3},
+            {"groups": 1, "per_position": True},
+        ],
+        ids=str,
+    )
     def test_bit_for_bit_there_and_back(self, rng, source, target, options):
         a, b = trained(source, rng, **options), built(target, **options)
         bln.transfer(a, b)
@@ -113,6 +123,7 @@ class TestLayers:
             ({"mix_eps": 0.0}, "mix_eps=0.0001 in the source, 0.0 in the target"),
             ({"dim_scale": False}, "dim_scale=True in the source, False in the target"),
             ({"per_position": False}, "per_position=True in the source, False in the target"),
+            ({"groups": 3}, "groups=None in the source, 3 in the target"),
         ],
     )
     def test_what_does_not_fit_is_told_and_changes_nothing(self, rng, source, target, options, message):
@@ -136,12 +147,13 @@ class TestLayers:
 
 
 class TestUnknownPositions:
+    @pytest.mark.parametrize("options", [{}, {"groups": 3, "per_position": True}], ids=str)
     @pytest.mark.parametrize("source", ["torch", "flax"])
     @pytest.mark.parametrize("target", FRAMEWORKS)
-    def test_a_layer_before_its_first_batch_is_spread(self, source, target):
-        a, b = make(source, config="FFFF"), built(target)
+    def test_a_layer_before_its_first_batch_is_spread(self, source, target, options):
+        a, b = make(source, config="FFFF", **options), built(target, **options)
         if target != "keras":
-            b = make(target, position_shape=4)
+            b = make(target, position_shape=4, **options)
         bln.transfer(a, b)
         assert read(b).positions == (4,)
         assert str(b.config) == "FFFF"

@@ -4,8 +4,8 @@
     python benchmarks/model.py --nets resnet50 --batch 128 32 --modes eager graph compiled reduce-overhead
 
 Inputs are random and change from step to step. A row has the time of a step (back to back, as in a training loop), the
-host's part of it (until the last launch is enqueued), images a second and the peak of memory. ``graph`` replays the eager
-step as one CUDA graph, so it is the GPU's time alone. Variants are interleaved, figures are medians, and the ratio is
+host's part of it (until the last launch is enqueued), images a second and the peak of memory. ``graph`` replays the
+eager step as one CUDA graph, so it is the GPU's time alone. Variants are interleaved, figures are medians, and the ratio is
 to BatchNorm in the same mode.
 """
 

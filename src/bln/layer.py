@@ -56,7 +56,7 @@ class BatchLayerNorm(nn.Module):
         bias: With ``affine``, learn a shift.
         config: The statistics ``eval()`` uses, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. With
             ``TT..`` a prediction does not depend on the rest of its batch.
-        dim_scale: Divide by the root of ``num_features``, as the paper does and by default the layer without ``groups``.
+        dim_scale: Divide by the root of ``num_features``, as the paper does; the default without ``groups``.
         process_group: In training, take batch statistics and ``m`` over all ranks of this ``torch.distributed`` group;
             ``"world"`` is the default group, once there is one. A rank may hold any number of samples, none
             included. In ``eval()`` ranks do not talk: current statistics are those of the rank's own batch.
@@ -202,11 +202,13 @@ class BatchLayerNorm(nn.Module):
         population = self.population
         m, entries = functional.count(shape, mask, self.per_position)
         kernels = functional.kernels_for(x, self.spec, self.num_features, self.weight, self.bias, population.batch_mean)
-        if self.groups is not None:
-            if kernels is not None and kernels.grouped.usable(x, channel_dim):
-                if self.training or not torch.compiler.is_compiling():
-                    return self._grouped(kernels.grouped, x, mask, channel_dim)
-        elif kernels is not None and not torch.compiler.is_compiling() and population.learned(positions, self.training):
+        compiling = torch.compiler.is_compiling()
+        if kernels is None:
+            pass
+        elif self.groups is not None:
+            if kernels.grouped.usable(x, channel_dim) and (self.training or not compiling):
+                return self._grouped(kernels.grouped, x, mask, channel_dim)
+        elif not compiling and population.learned(positions, self.training):
             return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
 
         y, statistics = functional.normalize(

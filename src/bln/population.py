@@ -141,8 +141,8 @@ class Population(nn.Module):
         window = self._window(positions)
         if present is None:
             # Pooled, and where nothing is hidden, m is that.
-            apart = mask is not None and self.groups is not None and self.position_shape
-            present = samples_in(mask).sum() if apart else m  # type: ignore[arg-type]
+            counted = mask is None or self.groups is None or not self.position_shape
+            present = m if counted else samples_in(mask).sum()  # type: ignore[arg-type]
         new = self._estimates(batch, m, entries, mask, present)
         # NaN and infinity, in the input or from an overflow, show in the variances; max and maximum hand on NaN.
         largest = new.batch_var.max(), new.feature_var.max()

@@ -200,10 +200,7 @@ def _sums(feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, pres
         entries = feature_var.new_full(at_positions, entries)
     if task.spec.groups is None:
         feature_mean, feature_var = (fit(value, task.positions) for value in (feature_mean, feature_var))
-    if isinstance(present, Tensor):
-        present = present.to(feature_var.dtype)
-    else:
-        present = feature_var.new_full((), present)
+    present = present.to(feature_var.dtype) if isinstance(present, Tensor) else feature_var.new_full((), present)
     return _Sums(fit(entries, task.positions), feature_mean, feature_var, present)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import _coefficients, formula, functional
+from .. import _coefficients, _padding, formula, functional
 from ..config import StatisticsConfig
 from ..formula import Switches
 from ..layer import BatchLayerNorm
@@ -61,8 +61,7 @@ def together(
 
     def run(*rows: Tensor) -> Any:
         forwards: dict[nn.Module, Callable[..., Any]] = {
-            layer: partial(_normalize, layer, Switches(*row.unbind()))
-            for layer, row in zip(changing, rows, strict=True)
+            layer: partial(_forward, layer, Switches(*row.unbind())) for layer, row in zip(changing, rows, strict=True)
         }
         with _replaced(forwards | recurrent.forwards(model)):
             return function()
@@ -120,7 +119,14 @@ def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
                 module.__dict__["forward"] = own
 
 
-def _normalize(layer: BatchLayerNorm, switches: Switches, x: Tensor, mask: Tensor | None = None) -> Tensor:
+def _forward(layer: BatchLayerNorm, switches: Switches, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The layer's ``forward``, which asks for a mask given around the model."""
+    if mask is None and _padding.known():
+        return _padding.normalize(layer, x, partial(_normalize, layer, switches))
+    return _normalize(layer, switches, x, mask)
+
+
+def _normalize(layer: BatchLayerNorm, switches: Switches, x: Tensor, mask: Tensor | None) -> Tensor:
     """The layer's inference (eqs 18-25) with a configuration of tensors."""
     spec, channel_dim = layer.spec, functional.check(x, mask, layer.channel_dim)
     dtype = torch.promote_types(torch.promote_types(x.dtype, torch.float32), layer.population.batch_mean.dtype)

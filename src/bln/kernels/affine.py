@@ -189,7 +189,7 @@ def features_of(
     partial, counts, block, N, C, P, run, splits, groups,
     BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Eqs 12, 13 of a block of samples and groups, rows of ``C / groups`` features each: mean and variance, ``[BQ]``."""
+    """Eqs 12, 13 of a block of samples and groups, rows of ``C / groups`` features: mean and variance, ``[BQ]``."""
     K = C // groups
     q = block.to(tl.int64) * BQ + tl.arange(0, BQ)[:, None]
     in_q = q < N.to(tl.int64) * groups
@@ -474,7 +474,7 @@ def join_inference(
     STD_F: tl.constexpr = CONFIG % 2 == 1
     program = tl.program_id(0)
     blocks = tl.cdiv(C, BA)
-    m, entries = samples_of(counts, N, P, splits, BR, MASKED)
+    m, _ = samples_of(counts, N, P, splits, BR, MASKED)
     inverse = tl.where(tl.load(updates + 4) > 0, tl.load(inverse_m), 1 / tl.maximum(m, 1.0))
     w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 24
     if program < blocks:

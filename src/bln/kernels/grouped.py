@@ -122,14 +122,14 @@ def train_with_statistics(
         found = call.found
     assert spec.groups is not None
     features, groups = _parts(found, x.shape[0], x.shape[channel_dim], spec.groups)
-    return y, Statistics(*features[:2], *groups[:2], found[-3])
+    return y, Statistics(features[0], features[1], groups[0], groups[1], found[-3])
 
 
 def measured(x: Tensor, mask: Tensor | None, planned: Plan, launch: str = "__call__") -> Measured:
     """Launch ``measure``; room for the statistics comes with its results."""
     partial = torch.empty(planned.partial, dtype=torch.float32, device=x.device)
     found = torch.empty(planned.statistics, dtype=torch.float32, device=x.device)
-    counts = None if mask is None else torch.empty(planned.counts, dtype=torch.float32, device=x.device)
+    counts = None if planned.counts is None else torch.empty(planned.counts, dtype=torch.float32, device=x.device)
     getattr(planned.measure, launch)(x, mask, partial, counts, found, *planned.sizes)
     return Measured(partial, counts, found)
 

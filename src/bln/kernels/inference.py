@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import formula
 from .._autograd import differentiate
+from .._spec import Spec
 from ..config import StatisticsConfig
 from ..formula import Statistics
 from ..functional import current
@@ -184,7 +185,7 @@ def _plain_inference(
         kept.feature_var.view(-1)[:p],
         torch.where(seen, kept.inverse_m.view(-1)[:p], own),
     )
-    found = current(rows, mask, not slabs.pooled, config)
+    found = current(rows, mask, Spec(per_position=not slabs.pooled), config)
     y = transform(rows, formula.choose(config, found, population), gamma, beta, numbers)
     return slabs.restore(y if mask is None else torch.where(mask[..., None], y, 0), x, channel_dim)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import differentiate
+from .._spec import Spec
 from ..formula import Statistics
 from ..functional import current
 from . import backward, forward, launch, population, sharing
@@ -450,7 +451,7 @@ def _plain(
     if left is not None:
         mask = left.hidden == 0
         rows = torch.where(mask[..., None], rows, 0)
-    statistics = current(rows, mask, not slabs.pooled)
+    statistics = current(rows, mask, Spec(per_position=not slabs.pooled))
     inverse_m = rows.new_full((), numbers.inverse_m) if left is None else left.inverse_m
     y = transform(rows, statistics._replace(inverse_m=inverse_m), gamma, beta, numbers)
     return slabs.restore(y if mask is None else torch.where(mask[..., None], y, 0), x, channel_dim)

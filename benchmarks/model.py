@@ -5,8 +5,8 @@
 
 Inputs are random and change from step to step. A row has the time of a step (back to back, as in a training loop), the
 host's part of it (until the last launch is enqueued), images a second and the peak of memory. ``graph`` replays the
-eager step as one CUDA graph, so it is the GPU's time alone. Variants are interleaved, figures are medians, and the ratio is
-to BatchNorm in the same mode.
+eager step as one CUDA graph, so it is the GPU's time alone. Variants are interleaved, figures are medians, and the
+ratio is to BatchNorm in the same mode.
 """
 
 from __future__ import annotations

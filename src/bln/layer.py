@@ -234,8 +234,10 @@ class BatchLayerNorm(nn.Module):
             y = kernels.infer(*tensors, channel_dim, self.spec, self.population, self.config)
             return y
         remember = None if recomputing() else (self.population, self.momentum)
-        train = kernels.train_traced if torch.compiler.is_compiling() else kernels.train
-        y, *_ = train(*tensors, channel_dim, self.spec, remember)
+        if torch.compiler.is_compiling():
+            y, _ = kernels.train_traced(*tensors, channel_dim, self.spec, remember)
+        else:
+            y = kernels.train(*tensors, channel_dim, self.spec, remember)
         return y
 
     def _by_kernels(

@@ -553,9 +553,12 @@ def measure_backward(
     tl.store(partial + splits.to(tl.int64) * N * C + row, tl.sum(dots, AXIS), mask=c < C)
 
 
-@triton.jit(do_not_specialize=["N", "C", "P", "splits", "groups"], do_not_specialize_on_alignment=["gamma"])
+@triton.jit(
+    do_not_specialize=["N", "C", "P", "splits", "count_splits", "groups"], do_not_specialize_on_alignment=["gamma"]
+)
 def join_backward(
-    partial, counts, statistics, gamma, shares, d_gamma, d_beta, N, C, P, splits, groups, mix_eps, scale, eps,
+    partial, counts, statistics, gamma, shares, d_gamma, d_beta, N, C, P, splits, count_splits, groups,
+    mix_eps, scale, eps,
     BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The chain rule through ``join``.
@@ -568,6 +571,7 @@ def join_backward(
         shares: ``p1`` and ``p0`` of each feature, ``[2, C]``, then ``q1`` and ``q0`` of each sample and group,
             ``[2, N * groups]``, are written here.
         d_gamma, d_beta: Gradients of gamma and beta, ``[C]``, are written here.
+        splits, count_splits: How many ranges of positions ``partial`` and ``counts`` have.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(C, BA)
@@ -618,9 +622,10 @@ def join_backward(
         total = tl.zeros([BQ, BK], tl.float32)
         total_F = tl.zeros([BQ, BK], tl.float32)
         size = (n * 0).to(tl.float32)
-        for split in range(splits):
-            if MASKED:
+        if MASKED:
+            for split in range(count_splits):
                 size += tl.load(counts + split * N + n, mask=in_q, other=0.0)
+        for split in range(splits):
             for start in range(0, K, BK):
                 k = start + tl.arange(0, BK)[None, :]
                 real = in_q & (k < K)

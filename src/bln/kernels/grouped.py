@@ -12,8 +12,8 @@ from .._autograd import differentiate
 from .._spec import Spec
 from ..config import StatisticsConfig
 from ..formula import Statistics
-from .plan import Plan, Shape, plan
-from .population import buffers, written
+from .plan import Plan, Shape
+from .population import written
 from .slabs import on_its_device
 
 if TYPE_CHECKING:
@@ -31,23 +31,54 @@ def usable(x: Tensor, channel_dim: int) -> bool:
     return FEWEST_POSITIONS * x.shape[channel_dim] <= values < 2**31
 
 
-def _plan(
+class Call:
+    """What a call needs besides tensors: its launches and numbers. One serves all calls with such tensors."""
+
+    def __init__(self, plan: Plan, spec: Spec, channel_dim: int, activation: str | None, device: torch.device) -> None:
+        self.plan, self.spec, self.channel_dim, self.activation, self.device = (
+            plan,
+            spec,
+            channel_dim,
+            activation,
+            device,
+        )
+        self.numbers = spec.mix_eps, formula.weights(0.0, 0.0, plan.features, spec.dim_scale)[0], spec.eps
+
+
+_calls: dict[Any, Call | None] = {}
+_MOST = 4096
+
+
+def _call(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
     residual: Tensor | None = None, activation: str | None = None,
-) -> Plan | None:  # fmt: skip
-    """The launches for such tensors; ``None`` where the input lies in memory as none of them reads it."""
+) -> Call | None:  # fmt: skip
+    """The call for such tensors; ``None`` where the input lies in memory as no kernel reads it."""
     key = (
-        x.shape, x.stride(), x.dtype, x.device, channel_dim, spec.groups, mask is None, residual is None, activation,
+        x.shape, x.stride(), x.dtype, x.device, spec, channel_dim, mask is None, residual is None, activation,
         gamma if gamma is None else gamma.dtype, beta if beta is None else beta.dtype,
     )  # fmt: skip
-    assert spec.groups is not None
-    groups = spec.groups
+    found = _calls.get(key, _calls)
+    if found is _calls:
+        if len(_calls) >= _MOST:
+            _calls.clear()
+        found = None
+        if (shape := Shape.of(x, channel_dim)) is not None and spec.groups is not None:
+            plan = Plan(shape, x.element_size(), spec.groups, mask is not None, activation)
+            found = Call(plan, spec, channel_dim, activation, x.device)
+        _calls[key] = found
+    return found  # type: ignore[return-value]
 
-    def make() -> Plan | None:
-        shape = Shape.of(x, channel_dim)
-        return None if shape is None else Plan(shape, x.element_size(), groups, mask is not None, activation)
 
-    return plan(key, make)
+def _prepared(x: Tensor, *rest: Any) -> tuple[Tensor, Call]:
+    """The input as a plan can read it, with features last if need be, and the call."""
+    call = _call(x, *rest)
+    if call is None:
+        channel_dim = rest[3]
+        x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
+        call = _call(x, *rest)
+        assert call is not None
+    return x, call
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -55,42 +86,13 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.preserve_format)
 
 
-class Measured(NamedTuple):
-    """What ``measure`` writes: partial results, counts under a mask, and room for the statistics."""
-
-    partial: Tensor
-    counts: Tensor | None
-    found: Tensor
-
-
-class Call:
-    """What a call needs besides tensors that have gradients."""
-
-    def __init__(
-        self, planned: Plan, spec: Spec, channel_dim: int, mask: Tensor | None, activation: str | None
-    ) -> None:
-        self.planned, self.spec, self.channel_dim = planned, spec, channel_dim
-        self.mask, self.activation = mask, activation
-        self.numbers = _numbers(planned, spec)
-        self.remember: Remembered = None
-        self.found: Any = None  # the statistics, once there are some
-
-
-def _called(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
-    residual: Tensor | None, activation: str | None,
-) -> tuple[Tensor, Call]:  # fmt: skip
-    """The input as a plan can read it, with features last if need be, and the call."""
-    planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
-    if planned is None:
-        x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
-        planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
-        assert planned is not None
-    return x, Call(planned, spec, channel_dim, mask, activation)
-
-
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def _stream(device: torch.device) -> int:
+    """The stream to launch on."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 @on_its_device
@@ -104,11 +106,15 @@ def train(
     remember: Remembered = None,
     residual: Tensor | None = None,
     activation: str | None = None,
-) -> tuple[Tensor, Call]:
-    """``y``, and the call with the statistics that ``join`` wrote. With ``remember`` the population is updated."""
-    x, call = _called(x, gamma, beta, mask, channel_dim, spec, residual, activation)
-    call.remember = remember
-    return _Train.apply(x, gamma, beta, residual, call), call  # type: ignore[no-untyped-call]
+    found: list[Tensor] | None = None,
+) -> Tensor:
+    """Algorithm 1 of ``x``; ``g(BLN(x) + residual)`` if asked.
+
+    With ``remember`` the population is updated; to ``found`` the statistics that ``join`` wrote are added.
+    """
+    x, call = _prepared(x, gamma, beta, mask, channel_dim, spec, residual, activation)
+    y: Tensor = _Train.apply(x, gamma, beta, residual, mask, call, remember, found)  # type: ignore[no-untyped-call]
+    return y
 
 
 def train_with_statistics(
@@ -118,25 +124,30 @@ def train_with_statistics(
     if torch.compiler.is_compiling():
         y, found = train_traced(x, gamma, beta, mask, channel_dim, spec)
     else:
-        y, call = train(x, gamma, beta, mask, channel_dim, spec)
-        found = call.found
+        kept: list[Tensor] = []
+        y = train(x, gamma, beta, mask, channel_dim, spec, found=kept)
+        found = kept[0]
     assert spec.groups is not None
     features, groups = _parts(found, x.shape[0], x.shape[channel_dim], spec.groups)
     return y, Statistics(features[0], features[1], groups[0], groups[1], found[-3])
 
 
-def measured(x: Tensor, mask: Tensor | None, planned: Plan, launch: str = "__call__") -> Measured:
+class Measured(NamedTuple):
+    """What ``measure`` writes: partial results, counts under a mask, and room for the statistics."""
+
+    partial: Tensor
+    counts: Tensor | None
+    found: Tensor
+
+
+def measured(x: Tensor, mask: Tensor | None, plan: Plan, stream: int, traced: bool = False) -> Measured:
     """Launch ``measure``; room for the statistics comes with its results."""
-    partial = torch.empty(planned.partial, dtype=torch.float32, device=x.device)
-    found = torch.empty(planned.statistics, dtype=torch.float32, device=x.device)
-    counts = None if planned.counts is None else torch.empty(planned.counts, dtype=torch.float32, device=x.device)
-    getattr(planned.measure, launch)(x, mask, partial, counts, found, *planned.sizes)
+    partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
+    found = torch.empty(plan.statistics, dtype=torch.float32, device=x.device)
+    counts = None if plan.counts is None else torch.empty(plan.counts, dtype=torch.float32, device=x.device)
+    launch = plan.measure.traced if traced else plan.measure
+    launch(stream, x, mask, partial, counts, found, *plan.measure.sizes)
     return Measured(partial, counts, found)
-
-
-def _numbers(planned: Plan, spec: Spec) -> tuple[float, float, float]:
-    """What the kernels know as ``mix_eps``, ``scale`` and ``eps``."""
-    return spec.mix_eps, formula.weights(0.0, 0.0, planned.sizes[1], spec.dim_scale)[0], spec.eps
 
 
 class _Train(torch.autograd.Function):
@@ -149,74 +160,78 @@ class _Train(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
         residual: Tensor | None,
+        mask: Tensor | None,
         call: Call,
+        remember: Remembered,
+        kept: list[Tensor] | None,
     ) -> Tensor:
-        planned = call.planned
-        x, real = _aligned(x), _as_bytes(call.mask)
-        partial, counts, found = measured(x, real, planned)
-        if call.remember is None:
-            planned.join(partial, counts, found, *[None] * 7, *planned.sizes, *call.numbers, 0.0)
+        plan, stream = call.plan, _stream(call.device)
+        x, real = _aligned(x), _as_bytes(mask)
+        partial, counts, found = measured(x, real, plan, stream)
+        if remember is None:
+            plan.join(stream, partial, counts, found, *_NO_POPULATION, *plan.measure.sizes, *call.numbers, 0.0)
         else:
-            population, momentum = call.remember
-            kept = buffers(population)
-            written(kept)
-            planned.join_updating(
-                partial, counts, found, *kept, *planned.sizes, *call.numbers, -1.0 if momentum is None else momentum
+            population: list[Any] = list(remember[0]._buffers.values())
+            written(population)
+            momentum = -1.0 if remember[1] is None else remember[1]
+            plan.join_updating(
+                stream, partial, counts, found, *population, *plan.measure.sizes, *call.numbers, momentum
             )
         y = torch.empty_like(x)
-        residual = None if residual is None else _like(residual, x)
-        planned.apply(x, y, residual, real, found, gamma, beta, *planned.sizes)
-        ctx.call, ctx.with_residual = call, residual is not None
-        ctx.save_for_backward(x, gamma, beta, residual if call.activation is not None else None, real, found, counts)
-        call.found = found
+        beside = None if residual is None else _like(residual, x)
+        plan.apply(stream, x, y, beside, real, found, gamma, beta, *plan.apply.sizes)
+        ctx.call, ctx.masks = call, (mask, real, counts)
+        ctx.save_for_backward(x, gamma, beta, beside if call.activation is not None else None, found)
+        if kept is not None:
+            kept.append(found)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        x, gamma, beta, residual, real, found, counts = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            if ctx.with_residual and residual is None:
-                residual = torch.zeros_like(x, requires_grad=True)  # it is added: its value does not matter
-            return *differentiate(_plain, (x, gamma, beta, residual), _Rest(ctx, call), dy), None
-        planned = call.planned
-        dy = _like(dy, x)
-        partial = torch.empty(planned.partial, dtype=torch.float32, device=x.device)
-        planned.measure_backward(x, dy, residual, real, found, gamma, beta, partial, *planned.sizes)
-        shares, d_gamma, d_beta = shared(partial, counts, found, gamma, planned, call.numbers)
-        dx = torch.empty_like(x)
+        x, gamma, beta, residual, found = ctx.saved_tensors
+        mask, real, counts = ctx.masks
         wanted = ctx.needs_input_grad[3]
+        if torch.is_grad_enabled():
+            if wanted and residual is None:
+                residual = torch.zeros_like(x, requires_grad=True)  # it is added: its value does not matter
+            ctx.rest = mask, call.channel_dim, call.spec, call.activation
+            return *differentiate(_plain, (x, gamma, beta, residual), ctx, dy), *[None] * 4
+        plan, stream = call.plan, _stream(call.device)
+        dy = _like(dy, x)
+        partial = torch.empty(plan.partial_backward, dtype=torch.float32, device=x.device)
+        plan.measure_backward(stream, x, dy, residual, real, found, gamma, beta, partial, *plan.measure_backward.sizes)
+        shares, d_gamma, d_beta = shared(partial, counts, found, gamma, plan, call.numbers, stream)
+        dx = torch.empty_like(x)
         d_residual = torch.empty_like(x) if wanted and call.activation is not None else None
-        planned.apply_backward(x, dy, residual, dx, d_residual, real, found, gamma, beta, shares, *planned.sizes)
+        plan.apply_backward(
+            stream, x, dy, residual, dx, d_residual, real, found, gamma, beta, shares, *plan.apply_backward.sizes
+        )
         if wanted and d_residual is None:
-            d_residual = _coefficients.hide(dy, call.mask, call.channel_dim)
-        return dx, _typed(d_gamma, gamma), _typed(d_beta, beta), d_residual, None
+            d_residual = _coefficients.hide(dy, mask, call.channel_dim)
+        return dx, _typed(d_gamma, gamma), _typed(d_beta, beta), d_residual, None, None, None, None
 
 
-class _Rest:
-    """What ``differentiate`` asks a context for."""
-
-    def __init__(self, ctx: Any, call: Call) -> None:
-        self.needs_input_grad = ctx.needs_input_grad
-        self.rest = call.mask, call.channel_dim, call.spec, call.activation
+_NO_POPULATION = (None,) * 7
 
 
 def _typed(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
     """A gradient in its parameter's type."""
-    return None if parameter is None else gradient.to(parameter.dtype)
+    if parameter is None:
+        return None
+    return gradient if parameter.dtype == torch.float32 else gradient.to(parameter.dtype)
 
 
 def shared(
-    partial: Tensor, counts: Tensor | None, found: Tensor, gamma: Tensor | None, planned: Plan,
-    numbers: tuple[float, float, float], launch: str = "__call__",
+    partial: Tensor, counts: Tensor | None, found: Tensor, gamma: Tensor | None, plan: Plan,
+    numbers: tuple[float, float, float], stream: int, traced: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch ``join_backward``: the shares of ``c1`` and ``c0``, the gradients of gamma and beta."""
-    n, c, p, _, splits, groups = planned.sizes
-    shares = torch.empty(planned.shares, dtype=torch.float32, device=partial.device)
-    d_gamma, d_beta = (torch.empty(c, dtype=torch.float32, device=partial.device) for _ in range(2))
-    getattr(planned.join_backward, launch)(
-        partial, counts, found, gamma, shares, d_gamma, d_beta, n, c, p, splits, groups, *numbers
-    )
+    shares = torch.empty(plan.shares, dtype=torch.float32, device=partial.device)
+    d_gamma = torch.empty(plan.features, dtype=torch.float32, device=partial.device)
+    d_beta = torch.empty(plan.features, dtype=torch.float32, device=partial.device)
+    launch = plan.join_backward.traced if traced else plan.join_backward
+    launch(stream, partial, counts, found, gamma, shares, d_gamma, d_beta, *plan.sizes_backward, *numbers)
     return shares, d_gamma, d_beta
 
 
@@ -269,9 +284,9 @@ def infer(
     activation: str | None = None,
 ) -> Tensor:
     """Algorithm 2 of ``x`` in any configuration."""
-    x, call = _called(x, gamma, beta, mask, channel_dim, spec, residual, activation)
-    normalized: Tensor = _Infer.apply(x, gamma, beta, residual, population, config, call)  # type: ignore[no-untyped-call]
-    return normalized
+    x, call = _prepared(x, gamma, beta, mask, channel_dim, spec, residual, activation)
+    y: Tensor = _Infer.apply(x, gamma, beta, residual, mask, call, population, config)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _Infer(torch.autograd.Function):
@@ -284,30 +299,31 @@ class _Infer(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
         residual: Tensor | None,
+        mask: Tensor | None,
+        call: Call,
         population: Population,
         config: StatisticsConfig,
-        call: Call,
     ) -> Tensor:
-        planned, kept = call.planned, buffers(population)
-        x, real = _aligned(x), _as_bytes(call.mask)
+        plan, stream, kept = call.plan, _stream(call.device), list(population._buffers.values())
+        x, real = _aligned(x), _as_bytes(mask)
         if config.uses_batch or config.uses_features or real is not None:
-            partial, counts, found = measured(x, real, planned)
+            partial, counts, found = measured(x, real, plan, stream)
         else:
             partial, counts = None, None
-            found = torch.empty(planned.statistics, dtype=torch.float32, device=x.device)
+            found = torch.empty(plan.statistics, dtype=torch.float32, device=x.device)
         bits = int("".join("1" if letter == "T" else "0" for letter in str(config)), 2)
-        planned.join_inference[bits](partial, counts, found, *kept[:6], *planned.sizes, *call.numbers)
+        plan.join_inference[bits](stream, partial, counts, found, *kept[:6], *plan.measure.sizes, *call.numbers)
         y = torch.empty_like(x)
         beside = None if residual is None else _like(residual, x)
-        planned.apply(x, y, beside, real, found, gamma, beta, *planned.sizes)
-        ctx.rest = call.mask, call.channel_dim, call.spec, population, config, call.activation
+        plan.apply(stream, x, y, beside, real, found, gamma, beta, *plan.apply.sizes)
+        ctx.rest = mask, call.channel_dim, call.spec, population, config, call.activation
         ctx.save_for_backward(x, gamma, beta, residual, *kept)  # so that a change of the population is noticed
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, residual, *_ = ctx.saved_tensors
-        return *differentiate(_plain_inference, (x, gamma, beta, residual), ctx, dy), *[None] * 3
+        return *differentiate(_plain_inference, (x, gamma, beta, residual), ctx, dy), *[None] * 4
 
 
 def _plain_inference(
@@ -361,12 +377,12 @@ def grouped_join(
     momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch ``measure`` and ``join``: the statistics, and counts under a mask."""
-    planned = _traced_plan(x, channel_dim, groups, mask is not None)
-    partial, counts, found = measured(x, mask, planned, "traced")
-    numbers = _numbers(planned, Spec(groups, False, eps, mix_eps, dim_scale))
-    planned.join.traced(
-        partial, counts, found, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
-        *planned.sizes, *numbers, momentum,
+    plan = _traced_plan(x, channel_dim, groups, mask is not None)
+    partial, counts, found = measured(x, mask, plan, 0, traced=True)
+    numbers = mix_eps, formula.weights(0.0, 0.0, plan.features, dim_scale)[0], eps
+    plan.join.traced(
+        0, partial, counts, found, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
+        *plan.measure.sizes, *numbers, momentum,
     )  # fmt: skip
     return found, found.new_empty(0) if counts is None else counts
 
@@ -386,11 +402,11 @@ def grouped_join_backward(
     dim_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch ``measure_backward`` and ``join_backward``: shares of ``c1`` and ``c0``, gradients of gamma and beta."""
-    planned = _traced_plan(x, channel_dim, groups, mask is not None)
-    partial = torch.empty(planned.partial, dtype=torch.float32, device=x.device)
-    planned.measure_backward.traced(x, dy, None, mask, found, None, None, partial, *planned.sizes)
-    numbers = _numbers(planned, Spec(groups, False, eps, mix_eps, dim_scale))
-    return shared(partial, counts if mask is not None else None, found, gamma, planned, numbers, "traced")
+    plan = _traced_plan(x, channel_dim, groups, mask is not None)
+    partial = torch.empty(plan.partial_backward, dtype=torch.float32, device=x.device)
+    plan.measure_backward.traced(0, x, dy, None, mask, found, None, None, partial, *plan.measure_backward.sizes)
+    numbers = mix_eps, formula.weights(0.0, 0.0, plan.features, dim_scale)[0], eps
+    return shared(partial, counts if mask is not None else None, found, gamma, plan, numbers, 0, traced=True)
 
 
 def train_traced(

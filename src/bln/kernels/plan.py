@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,34 @@ class Shape(NamedTuple):
         return cls(n, c, p, False) if x.movedim(channel_dim, -1).is_contiguous() else None
 
 
+class Row(NamedTuple):
+    """A row of the launch table: the tile and the options of a launch over an input."""
+
+    values: int
+    """In a tile."""
+    width: int
+    """Of a tile along the contiguous axis, in bytes, unless the axis is shorter."""
+    warps: int
+    stages: int
+    run: int = 2**16
+    """Values that a program handles: whole tiles, as many as there are positions for."""
+
+
+TABLE = {
+    # kernel, channels first: as benchmarks/tune.py prints it on an H200
+    ("measure", False): Row(4096, 256, 4, 3),
+    ("measure", True): Row(4096, 256, 4, 3),
+    ("apply", False): Row(4096, 256, 4, 3),
+    ("apply", True): Row(4096, 256, 4, 3),
+    ("measure_backward", False): Row(4096, 256, 4, 3),
+    ("measure_backward", True): Row(4096, 256, 4, 3),
+    ("apply_backward", False): Row(4096, 256, 4, 3),
+    ("apply_backward", True): Row(4096, 256, 4, 3),
+}
+
+
 class Tile(NamedTuple):
-    """The tiles of launches over an input, and how positions are divided."""
+    """The tile of a launch over an input, and how positions are divided."""
 
     constants: dict[str, Any]
     programs: int
@@ -44,8 +69,8 @@ class Tile(NamedTuple):
     splits: int
 
 
-def tile(shape: Shape, itemsize: int) -> Tile:
-    """Tiles of 4096 values, 128 bytes wide or more; ranges of positions of some 64 thousand values.
+def tile(shape: Shape, itemsize: int, row: Row) -> Tile:
+    """Fit a row of the launch table to an input.
 
     Nothing here depends on the number of samples, so that a sample's bits do not, either.
     """
@@ -53,12 +78,13 @@ def tile(shape: Shape, itemsize: int) -> Tile:
     known = p if isinstance(p, int) else 64  # a compiler may leave it open; tiles are for any number
     vec = math.gcd((p if isinstance(p, int) else 1) if channels_first else c, 16 // itemsize)
     if channels_first:
-        positions = min(power_of_two(known), 1024)
-        features = min(power_of_two(c), max(1, 4096 // positions))
+        positions = min(power_of_two(known), row.width // itemsize)
+        features = min(power_of_two(c), max(1, row.values // positions))
+        positions = min(power_of_two(known), max(1, row.values // features))
     else:
-        features = min(power_of_two(c), 256 // itemsize)
-        positions = min(power_of_two(known), 4096 // features)
-    run = max(1, 2**16 // (features * positions)) * positions
+        features = min(power_of_two(c), row.width // itemsize)
+        positions = min(power_of_two(known), max(1, row.values // features))
+    run = max(1, row.run // (features * positions)) * positions
     splits = -(-p // run)
     constants = {"CHANNELS_FIRST": channels_first, "BC": features, "BP": positions, "VEC": vec}
     return Tile(constants, n * splits * -(-c // features), run, splits)
@@ -84,67 +110,65 @@ class Launch:
     of the others.
     """
 
-    def __init__(self, kernel: Any, programs: int, constants: dict[str, Any], num_warps: int) -> None:
-        self.kernel, self.grid = kernel, (programs,)
-        self.constants, self.num_warps = constants, num_warps
+    def __init__(self, kernel: Any, programs: int, constants: dict[str, Any], num_warps: int, stages: int = 3) -> None:
+        self.kernel, self.programs = kernel, programs
+        self.constants = constants
+        self.options = {"num_warps": num_warps, "num_stages": stages}
         self.values = tuple(constants.values())
-        self.compiled: Any = None
+        self.run: Any = None
 
-    def __call__(self, *arguments: Any) -> None:
-        """Launch on the current stream."""
-        compiled = self.compiled
-        if compiled is None:
-            found = self.kernel[self.grid](*arguments, **self.constants, num_warps=self.num_warps)
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        """Launch on a stream, which the first call takes to be the current one."""
+        if self.run is None:
+            compiled = self.kernel[(self.programs,)](*arguments, **self.constants, **self.options)
             if not INTERPRETED:
-                self.compiled = found
-            return
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        compiled.run(
-            self.grid[0], 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *arguments, *self.values,
-        )  # fmt: skip
+                self.function, self.metadata, self.run = compiled.function, compiled.packed_metadata, compiled.run
+        else:
+            self.run(
+                self.programs, 1, 1, stream, self.function, self.metadata, None, None, None, *arguments, *self.values
+            )
 
-    def traced(self, *arguments: Any) -> None:
+    def traced(self, stream: int, *arguments: Any) -> None:
         """Launch inside of a ``torch.library.triton_op``, where a compiler looks on."""
-        torch.library.wrap_triton(self.kernel)[self.grid](*arguments, **self.constants, num_warps=self.num_warps)
+        kernel = torch.library.wrap_triton(self.kernel)
+        kernel[(self.programs,)](*arguments, **self.constants, **self.options)
+
+
+class Over(Launch):
+    """A launch over an input, with what its kernel is told of sizes: N, C, P, run, splits, groups."""
+
+    def __init__(self, name: str, shape: Shape, itemsize: int, groups: int, constants: dict[str, Any]) -> None:
+        row = TABLE[name, shape.channels_first]
+        over = tile(shape, itemsize, row)
+        kernel = getattr(affine, name)
+        super().__init__(kernel, over.programs, {**over.constants, **constants}, row.warps, row.stages)
+        self.splits = over.splits
+        self.sizes = *shape[:3], over.run, over.splits, groups
 
 
 class Plan:
     """All launches of one layer on inputs of one shape and type."""
 
     def __init__(self, shape: Shape, itemsize: int, groups: int, masked: bool, activation: str | None) -> None:
-        n, c, p, _ = self.shape = shape
-        over = tile(shape, itemsize)
-        self.sizes = n, c, p, over.run, over.splits, groups
-        self.partial = 2, over.splits, n, c
-        self.counts = (over.splits, n) if masked else None
-        self.statistics = 4 * (c + n * groups) + 3
-        self.shares = 2 * (c + n * groups)
+        n, c, p, _ = shape
+        given = shape, itemsize, groups
+        self.measure = Over("measure", *given, {"MASKED": masked})
+        activated = {"MASKED": masked, "ACTIVATION": activation}
+        self.apply = Over("apply", *given, activated)
+        self.measure_backward = Over("measure_backward", *given, activated)
+        self.apply_backward = Over("apply_backward", *given, activated)
         joining, programs = joining_tile(n, c, groups)
-        constants = {**over.constants, "MASKED": masked}
-        activated = {**constants, "ACTIVATION": activation}
         joining["MASKED"] = masked
-        self.measure = Launch(affine.measure, over.programs, constants, 4)
-        self.apply = Launch(affine.apply, over.programs, activated, 4)
-        self.measure_backward = Launch(affine.measure_backward, over.programs, activated, 4)
-        self.apply_backward = Launch(affine.apply_backward, over.programs, activated, 4)
         self.join = Launch(affine.join, programs, joining, 4)
         self.join_updating = Launch(affine.join, programs, joining, 4)
         self.join_backward = Launch(affine.join_backward, programs, joining, 4)
         self.join_inference = [
             Launch(affine.join_inference, programs, {"CONFIG": config, **joining}, 4) for config in range(16)
         ]
-
-
-_plans: dict[Any, Plan | None] = {}
-_MOST = 4096
-
-
-def plan(key: Any, make: Callable[[], Plan | None]) -> Plan | None:
-    """The plan kept for a key."""
-    found = _plans.get(key, _plans)
-    if found is _plans:
-        if len(_plans) >= _MOST:
-            _plans.clear()
-        found = _plans[key] = make()
-    return found  # type: ignore[return-value]
+        self.partial = 2, self.measure.splits, n, c
+        self.counts = (self.measure.splits, n) if masked else None
+        self.statistics = 4 * (c + n * groups) + 3
+        self.partial_backward = 2, self.measure_backward.splits, n, c
+        self.sizes_backward = n, c, p, self.measure_backward.splits, self.measure.splits, groups
+        self.shares = 2 * (c + n * groups)
+        self.features = c

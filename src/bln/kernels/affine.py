@@ -266,19 +266,17 @@ def join(
     inverse = 1 / tl.maximum(m, 1.0)
     w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 16
     if program < blocks:
-        mean, var = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
+        mean_B, var_B = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
         c = program * BA + tl.arange(0, BA)
-        store_statistics(statistics, c, C, mean, var, w_B, eps, c < C)
+        store_statistics(statistics, c, C, mean_B, var_B, w_B, eps, c < C)
         if program == 0:
-            tail = after_groups(statistics, N, C, groups)
-            tl.store(tail, inverse)
-            tl.store(tail + 1, tl.maximum(entries, 1.0))
+            tl.store(after_groups(statistics, N, C, groups), inverse)
+            tl.store(after_groups(statistics, N, C, groups) + 1, tl.maximum(entries, 1.0))
     else:
-        block = program - blocks
-        mean, var = features_of(partial, counts, block, N, C, P, run, splits, groups, BQ, BK, MASKED)
-        q = block.to(tl.int64) * BQ + tl.arange(0, BQ)
+        mean_F, var_F = features_of(partial, counts, program - blocks, N, C, P, run, splits, groups, BQ, BK, MASKED)
+        q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
         width = N.to(tl.int64) * groups
-        store_statistics(statistics + 4 * C, q, width, mean, var, w_F, eps, q < width)
+        store_statistics(statistics + 4 * C, q, width, mean_F, var_F, w_F, eps, q < width)
     if batch_mean is not None:
         tl.debug_barrier()  # all threads have stored before one says so
         done = tl.atomic_add(after_groups(statistics, N, C, groups) + 2, 1.0)
@@ -436,14 +434,14 @@ def apply(
     for start in range(first, last, BP):
         p = start + lane
         inside = (p < last) & (c < C)
-        at = sample + offsets(c, p, C, P, CHANNELS_FIRST)
-        z = a * tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b
+        at = offsets(c, p, C, P, CHANNELS_FIRST)
+        z = a * tl.load(x + sample + at, mask=inside, other=0.0).to(tl.float32) + b
         if residual is not None:
-            z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            z += tl.load(residual + sample + at, mask=inside, other=0.0).to(tl.float32)
         z = activate(z, ACTIVATION)
         if MASKED:
             z = tl.where(is_real(mask, n, p, last, P, True), z, 0.0)
-        tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
+        tl.store(y + sample + at, z.to(y.dtype.element_ty), mask=inside)
 
 
 # ---- inference
@@ -479,42 +477,43 @@ def join_inference(
     w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 24
     if program < blocks:
         c = program * BA + tl.arange(0, BA)
-        mean = tl.load(batch_mean + c, mask=c < C, other=0.0)
-        var = tl.load(batch_var + c, mask=c < C, other=1.0)
+        mean_B = tl.load(batch_mean + c, mask=c < C, other=0.0)
+        var_B = tl.load(batch_var + c, mask=c < C, other=1.0)
         if not (E_B and STD_B):
-            own_mean, own_var = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
+            own_mean_B, own_var_B = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
             if not E_B:
-                mean = own_mean  # eq 18
-            if not STD_B:
-                var = own_var + (own_mean - mean) * (own_mean - mean)  # eq 19, around the mean that was chosen
-        store_statistics(statistics, c, C, mean, var, w_B, eps, c < C)
+                mean_B = own_mean_B  # eq 18
+            if not STD_B:  # eq 19, around the mean that was chosen
+                var_B = own_var_B + (own_mean_B - mean_B) * (own_mean_B - mean_B)
+        store_statistics(statistics, c, C, mean_B, var_B, w_B, eps, c < C)
     else:
-        block = program - blocks
-        q = block.to(tl.int64) * BQ + tl.arange(0, BQ)
+        q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
         width = N.to(tl.int64) * groups
-        mean = tl.load(feature_mean + q % groups, mask=q < width, other=0.0)
-        var = tl.load(feature_var + q % groups, mask=q < width, other=1.0)
+        mean_F = tl.load(feature_mean + q % groups, mask=q < width, other=0.0)
+        var_F = tl.load(feature_var + q % groups, mask=q < width, other=1.0)
         if not (E_F and STD_F):
-            own_mean, own_var = features_of(partial, counts, block, N, C, P, run, splits, groups, BQ, BK, MASKED)
+            own_mean_F, own_var_F = features_of(
+                partial, counts, program - blocks, N, C, P, run, splits, groups, BQ, BK, MASKED
+            )
             if not E_F:
-                mean = own_mean  # eq 20
+                mean_F = own_mean_F  # eq 20
             if not STD_F:
-                var = own_var + (own_mean - mean) * (own_mean - mean)  # eq 21
-        store_statistics(statistics + 4 * C, q, width, mean, var, w_F, eps, q < width)
+                var_F = own_var_F + (own_mean_F - mean_F) * (own_mean_F - mean_F)  # eq 21
+        store_statistics(statistics + 4 * C, q, width, mean_F, var_F, w_F, eps, q < width)
 
 
 # ---- backward
 
 
 @triton.jit
-def incoming(x, dy, residual, at, inside, a, b, ACTIVATION: tl.constexpr):
+def incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION: tl.constexpr):
     """``x`` and the gradient before the nonlinearity."""
-    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + sample + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(dy + sample + at, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION is not None:
         z = a * v + b
         if residual is not None:
-            z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            z += tl.load(residual + sample + at, mask=inside, other=0.0).to(tl.float32)
         g = g * slope(z, ACTIVATION)
     return v, g
 
@@ -542,8 +541,8 @@ def measure_backward(
     for start in range(first, last, BP):
         p = start + lane
         inside = is_real(mask, n, p, last, P, MASKED) & (c < C)
-        at = sample + offsets(c, p, C, P, CHANNELS_FIRST)
-        v, g = incoming(x, dy, residual, at, inside, a, b, ACTIVATION)
+        at = offsets(c, p, C, P, CHANNELS_FIRST)
+        v, g = incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION)
         g = tl.where(inside, g, 0.0)
         sums += g
         dots += g * tl.where(inside, v - mean, 0.0)
@@ -573,81 +572,103 @@ def join_backward(
         d_gamma, d_beta: Gradients of gamma and beta, ``[C]``, are written here.
         splits, count_splits: How many ranges of positions ``partial`` and ``counts`` have.
     """
-    program = tl.program_id(0)
     blocks = tl.cdiv(C, BA)
-    K = C // groups
-    width = N.to(tl.int64) * groups
-    features = statistics + 4 * C
     tail = after_groups(statistics, N, C, groups)
     inverse, entries = tl.load(tail), tl.load(tail + 1)
     w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 16
-    plane = splits * N.to(tl.int64) * C
-    if program < blocks:
-        c = program * BA + tl.arange(0, BA)[None, :]
-        mean_B = tl.load(statistics + c, mask=c < C, other=0.0)
-        total = tl.zeros([BR, BA], tl.float32)
-        total_B = tl.zeros([BR, BA], tl.float32)
-        total_F = tl.zeros([BR, BA], tl.float32)
-        for start in range(0, N * splits, BR):
-            row = start + tl.arange(0, BR)[:, None]
-            real = (row < N * splits) & (c < C)
-            sums = tl.load(partial + row.to(tl.int64) * C + c, mask=real, other=0.0)
-            dots = tl.load(partial + plane + row.to(tl.int64) * C + c, mask=real, other=0.0)
-            at = features + (row % N).to(tl.int64) * groups + c // K
-            mean_F = tl.load(at, mask=real, other=0.0)
-            r_F = 1 / tl.sqrt(tl.load(at + width, mask=real, other=1.0) + eps)
-            total += sums
-            total_B += dots
-            total_F += r_F * (dots + (mean_B - mean_F) * sums)
-        c = program * BA + tl.arange(0, BA)
-        mean_B = tl.load(statistics + c, mask=c < C, other=0.0)
-        r_B = 1 / tl.sqrt(tl.load(statistics + C + c, mask=c < C, other=1.0) + eps)
-        sums, dots = tl.sum(total, 0), r_B * tl.sum(total_B, 0)
-        tl.store(d_gamma + c, w_B * dots + w_F * tl.sum(total_F, 0), mask=c < C)
-        tl.store(d_beta + c, sums, mask=c < C)
-        if gamma is not None:
-            gain = tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)
-            sums, dots = gain * sums, gain * dots
-        # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
-        weight = w_B * r_B / entries
-        slope = weight * dots * r_B
-        tl.store(shares + c, slope, mask=c < C)
-        tl.store(shares + C + c, slope * mean_B - weight * sums, mask=c < C)
+    block = tl.program_id(0)
+    if block < blocks:
+        share_batch(
+            partial, statistics, gamma, shares, d_gamma, d_beta, block, N, C, splits, groups, w_B, w_F, entries, eps,
+            BR, BA,
+        )  # fmt: skip
     else:
-        q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)[:, None]
-        in_q = q < width
-        n = q // groups
-        mean_F = tl.load(features + q, mask=in_q, other=0.0)
-        r_F = 1 / tl.sqrt(tl.load(features + width + q, mask=in_q, other=1.0) + eps)
-        total = tl.zeros([BQ, BK], tl.float32)
-        total_F = tl.zeros([BQ, BK], tl.float32)
-        size = (n * 0).to(tl.float32)
-        if MASKED:
-            for split in range(count_splits):
-                size += tl.load(counts + split * N + n, mask=in_q, other=0.0)
-        for split in range(splits):
-            for start in range(0, K, BK):
-                k = start + tl.arange(0, BK)[None, :]
-                real = in_q & (k < K)
-                at = split * N.to(tl.int64) * C + q * K + k
-                sums = tl.load(partial + at, mask=real, other=0.0)
-                dots = tl.load(partial + plane + at, mask=real, other=0.0)
-                c = q % groups * K + k
-                mean_B = tl.load(statistics + c, mask=real, other=0.0)
-                if gamma is not None:
-                    gain = tl.load(gamma + c, mask=real, other=0.0).to(tl.float32)
-                    sums, dots = gain * sums, gain * dots
-                total += sums
-                total_F += dots + (mean_B - mean_F) * sums
-        if not MASKED:
-            size += P
-        q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
-        mean_F = tl.load(features + q, mask=q < width, other=0.0)
-        r_F = 1 / tl.sqrt(tl.load(features + width + q, mask=q < width, other=1.0) + eps)
-        weight = w_F * r_F / (tl.maximum(tl.sum(size, 1), 1.0) * K)
-        slope = weight * (r_F * tl.sum(total_F, 1)) * r_F
-        tl.store(shares + 2 * C + q, slope, mask=q < width)
-        tl.store(shares + 2 * C + width + q, slope * mean_F - weight * tl.sum(total, 1), mask=q < width)
+        share_features(
+            partial, counts, statistics, gamma, shares, block - blocks, N, C, P, splits, count_splits, groups, w_F,
+            eps, BQ, BK, MASKED,
+        )  # fmt: skip
+
+
+@triton.jit
+def share_batch(
+    partial, statistics, gamma, shares, d_gamma, d_beta, block, N, C, splits, groups, w_B, w_F, entries, eps,
+    BR: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """``p1``, ``p0`` and gradients of gamma and beta, of a block of features."""
+    K = C // groups
+    width = N.to(tl.int64) * groups
+    plane = splits * N.to(tl.int64) * C
+    c = block * BA + tl.arange(0, BA)
+    real = c < C
+    mean_B = tl.load(statistics + c, mask=real, other=0.0)
+    total = tl.zeros([BR, BA], tl.float32)
+    total_B = tl.zeros([BR, BA], tl.float32)
+    total_F = tl.zeros([BR, BA], tl.float32)
+    for start in range(0, N * splits, BR):
+        row = start + tl.arange(0, BR)[:, None]
+        inside = (row < N * splits) & real[None, :]
+        at = row.to(tl.int64) * C + c[None, :]
+        sums = tl.load(partial + at, mask=inside, other=0.0)
+        dots = tl.load(partial + plane + at, mask=inside, other=0.0)
+        feature = statistics + 4 * C + (row % N).to(tl.int64) * groups + c[None, :] // K
+        mean_F = tl.load(feature, mask=inside, other=0.0)
+        r_F = 1 / tl.sqrt(tl.load(feature + width, mask=inside, other=1.0) + eps)
+        total += sums
+        total_B += dots
+        total_F += r_F * (dots + (mean_B[None, :] - mean_F) * sums)
+    r_B = 1 / tl.sqrt(tl.load(statistics + C + c, mask=real, other=1.0) + eps)
+    d_sum, d_dot = tl.sum(total, 0), r_B * tl.sum(total_B, 0)
+    tl.store(d_gamma + c, w_B * d_dot + w_F * tl.sum(total_F, 0), mask=real)
+    tl.store(d_beta + c, d_sum, mask=real)
+    if gamma is not None:
+        gain = tl.load(gamma + c, mask=real, other=0.0).to(tl.float32)
+        d_sum, d_dot = gain * d_sum, gain * d_dot
+    # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
+    weight = w_B * r_B / entries
+    p1 = weight * d_dot * r_B
+    tl.store(shares + c, p1, mask=real)
+    tl.store(shares + C + c, p1 * mean_B - weight * d_sum, mask=real)
+
+
+@triton.jit
+def share_features(
+    partial, counts, statistics, gamma, shares, block, N, C, P, splits, count_splits, groups, w_F, eps,
+    BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """``q1`` and ``q0`` of a block of samples and groups."""
+    K = C // groups
+    width = N.to(tl.int64) * groups
+    plane = splits * N.to(tl.int64) * C
+    q = block.to(tl.int64) * BQ + tl.arange(0, BQ)
+    real = q < width
+    features = statistics + 4 * C
+    mean_F = tl.load(features + q, mask=real, other=0.0)
+    r_F = 1 / tl.sqrt(tl.load(features + width + q, mask=real, other=1.0) + eps)
+    total = tl.zeros([BQ, BK], tl.float32)
+    total_F = tl.zeros([BQ, BK], tl.float32)
+    for split in range(splits):
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)[None, :]
+            inside = real[:, None] & (k < K)
+            at = split * N.to(tl.int64) * C + q[:, None] * K + k
+            sums = tl.load(partial + at, mask=inside, other=0.0)
+            dots = tl.load(partial + plane + at, mask=inside, other=0.0)
+            c = (q % groups)[:, None] * K + k
+            mean_B = tl.load(statistics + c, mask=inside, other=0.0)
+            if gamma is not None:
+                gain = tl.load(gamma + c, mask=inside, other=0.0).to(tl.float32)
+                sums, dots = gain * sums, gain * dots
+            total += sums
+            total_F += dots + (mean_B - mean_F[:, None]) * sums
+    size = tl.zeros([BQ], tl.float32) + P
+    if MASKED:
+        size = tl.zeros([BQ], tl.float32)
+        for split in range(count_splits):
+            size += tl.load(counts + split * N + q // groups, mask=real, other=0.0)
+    weight = w_F * r_F / (tl.maximum(size, 1.0) * K)
+    q1 = weight * (r_F * tl.sum(total_F, 1)) * r_F
+    tl.store(shares + 2 * C + q, q1, mask=real)
+    tl.store(shares + 2 * C + width + q, q1 * mean_F - weight * tl.sum(total, 1), mask=real)
 
 
 @triton.jit(
@@ -665,19 +686,19 @@ def apply_backward(
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = n.to(tl.int64) * C * P
     a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
-    at = shares + 2 * C + n.to(tl.int64) * groups + c // (C // groups)
+    q = shares + 2 * C + n.to(tl.int64) * groups + c // (C // groups)
     width = N.to(tl.int64) * groups
-    c1 = -(tl.load(shares + c, mask=c < C, other=0.0) + tl.load(at, mask=c < C, other=0.0))
-    c0 = tl.load(shares + C + c, mask=c < C, other=0.0) + tl.load(at + width, mask=c < C, other=0.0)
+    c1 = -(tl.load(shares + c, mask=c < C, other=0.0) + tl.load(q, mask=c < C, other=0.0))
+    c0 = tl.load(shares + C + c, mask=c < C, other=0.0) + tl.load(q + width, mask=c < C, other=0.0)
     for start in range(first, last, BP):
         p = start + lane
         inside = (p < last) & (c < C)
-        at = sample + offsets(c, p, C, P, CHANNELS_FIRST)
-        v, g = incoming(x, dy, residual, at, inside, a, b, ACTIVATION)
+        at = offsets(c, p, C, P, CHANNELS_FIRST)
+        v, g = incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION)
         d = a * g + c1 * v + c0
         if MASKED:
             real = is_real(mask, n, p, last, P, True)
             d, g = tl.where(real, d, 0.0), tl.where(real, g, 0.0)
-        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + sample + at, d.to(dx.dtype.element_ty), mask=inside)
         if d_residual is not None:
-            tl.store(d_residual + at, g.to(d_residual.dtype.element_ty), mask=inside)
+            tl.store(d_residual + sample + at, g.to(d_residual.dtype.element_ty), mask=inside)

@@ -58,9 +58,12 @@ def offsets(c, p, C, P, CHANNELS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def is_real(mask, n, p, last, P, MASKED: tl.constexpr):
-    """Which positions of a tile are in range and not hidden."""
-    real = p < last
+def is_real(mask, n, p, P, MASKED: tl.constexpr):
+    """Which positions of a tile there are, and are not hidden.
+
+    A range is whole tiles, so ``P`` is the only bound; a multiple of the vector width, unlike a range's end.
+    """
+    real = p < P
     if MASKED:
         real = real & (tl.load(mask + n.to(tl.int64) * P + p, mask=real, other=0) != 0)
     return real
@@ -114,7 +117,7 @@ def measure(
         count += full
     for start in range(first + full * BP, last, BP):
         p = start + lane
-        real = is_real(mask, n, p, last, P, MASKED)
+        real = is_real(mask, n, p, P, MASKED)
         v = tl.load(sample + offsets(c, p, C, P, CHANNELS_FIRST), mask=real & (c < C), other=0.0).to(tl.float32)
         count += tl.where(real, 1.0, 0.0)
         moved = tl.where(real, v - mean, 0.0)
@@ -433,14 +436,14 @@ def apply(
     a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
     for start in range(first, last, BP):
         p = start + lane
-        inside = (p < last) & (c < C)
+        inside = (p < P) & (c < C)
         at = offsets(c, p, C, P, CHANNELS_FIRST)
         z = a * tl.load(x + sample + at, mask=inside, other=0.0).to(tl.float32) + b
         if residual is not None:
             z += tl.load(residual + sample + at, mask=inside, other=0.0).to(tl.float32)
         z = activate(z, ACTIVATION)
         if MASKED:
-            z = tl.where(is_real(mask, n, p, last, P, True), z, 0.0)
+            z = tl.where(is_real(mask, n, p, P, True), z, 0.0)
         tl.store(y + sample + at, z.to(y.dtype.element_ty), mask=inside)
 
 
@@ -540,7 +543,7 @@ def measure_backward(
     dots = tl.zeros([BC, BP] if CHANNELS_FIRST else [BP, BC], tl.float32)
     for start in range(first, last, BP):
         p = start + lane
-        inside = is_real(mask, n, p, last, P, MASKED) & (c < C)
+        inside = is_real(mask, n, p, P, MASKED) & (c < C)
         at = offsets(c, p, C, P, CHANNELS_FIRST)
         v, g = incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION)
         g = tl.where(inside, g, 0.0)
@@ -692,12 +695,12 @@ def apply_backward(
     c0 = tl.load(shares + C + c, mask=c < C, other=0.0) + tl.load(q + width, mask=c < C, other=0.0)
     for start in range(first, last, BP):
         p = start + lane
-        inside = (p < last) & (c < C)
+        inside = (p < P) & (c < C)
         at = offsets(c, p, C, P, CHANNELS_FIRST)
         v, g = incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION)
         d = a * g + c1 * v + c0
         if MASKED:
-            real = is_real(mask, n, p, last, P, True)
+            real = is_real(mask, n, p, P, True)
             d, g = tl.where(real, d, 0.0), tl.where(real, g, 0.0)
         tl.store(dx + sample + at, d.to(dx.dtype.element_ty), mask=inside)
         if d_residual is not None:

@@ -18,12 +18,15 @@ import triton.language as tl
 
 
 @triton.jit
-def locate(C, P, run, splits, BC: tl.constexpr):
-    """Split the program's number into a block of features, a range of positions and a sample."""
+def locate(C, P, run, splits, BC: tl.constexpr, BP: tl.constexpr):
+    """Split the program's number into a block of features, a range of positions and a sample.
+
+    A range is whole tiles, which the compiler must see to load vectors.
+    """
     blocks = tl.cdiv(C, BC)
     program = tl.program_id(0)
     block, rest = program % blocks, program // blocks
-    first = rest % splits * run
+    first = rest % splits * (run // BP) * BP
     return block, rest // splits, first, tl.minimum(first + run, P)
 
 
@@ -99,7 +102,7 @@ def measure(
     """
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
-    block, n, first, last = locate(C, P, run, splits, BC)
+    block, n, first, last = locate(C, P, run, splits, BC, BP)
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = x + n.to(tl.int64) * C * P
     mean = tl.zeros([BC, BP] if CHANNELS_FIRST else [BP, BC], tl.float32)
@@ -429,7 +432,7 @@ def apply(
 ):  # fmt: skip
     """``y = g(a x + b + residual)`` at a range of the positions of a sample; hidden entries come out 0."""
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
-    block, n, first, last = locate(C, P, run, splits, BC)
+    block, n, first, last = locate(C, P, run, splits, BC, BP)
     n = N - 1 - n  # what was measured last may still be in the cache
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = n.to(tl.int64) * C * P
@@ -532,7 +535,7 @@ def measure_backward(
     """Sums of ``dy`` and of ``dy (x - mean_B)`` over a range of positions, written to ``partial[2, splits, N, C]``."""
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
-    block, n, first, last = locate(C, P, run, splits, BC)
+    block, n, first, last = locate(C, P, run, splits, BC, BP)
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = n.to(tl.int64) * C * P
     mean = tl.load(statistics + c, mask=c < C, other=0.0)
@@ -684,7 +687,7 @@ def apply_backward(
 ):  # fmt: skip
     """``dx = a dy + c1 x + c0`` at a range of the positions of a sample, ``dy`` taken before the nonlinearity."""
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
-    block, n, first, last = locate(C, P, run, splits, BC)
+    block, n, first, last = locate(C, P, run, splits, BC, BP)
     n = N - 1 - n  # what was measured last may still be in the cache
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = n.to(tl.int64) * C * P

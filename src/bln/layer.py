@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -18,6 +19,10 @@ from .population import Population, sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_quick: Callable[[BatchLayerNorm, Tensor], Tensor | None] | None = None
+"""The way of a training call to the kernels, past checks that such a call passed before; once there was one."""
 
 
 class BatchLayerNorm(nn.Module):
@@ -178,8 +183,13 @@ class BatchLayerNorm(nn.Module):
 
         Without one, a mask given by ``bln.padding`` is used where it fits.
         """
-        if mask is None and _padding.known():
-            return _padding.normalize(self, x, self._forward)
+        if mask is None:
+            if _padding.known():
+                return _padding.normalize(self, x, self._forward)
+            if _quick is not None and self.spec.coefficients and self.training and not torch.compiler.is_compiling():
+                y = _quick(self, x)
+                if y is not None:
+                    return y
         return self._forward(x, mask)
 
     def _forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -236,8 +246,10 @@ class BatchLayerNorm(nn.Module):
         remember = None if recomputing() else (self.population, self.momentum)
         if torch.compiler.is_compiling():
             y, _ = kernels.train_traced(*tensors, channel_dim, self.spec, remember)
-        else:
-            y = kernels.train(*tensors, channel_dim, self.spec, remember)
+            return y
+        global _quick
+        _quick = kernels.train_layer
+        y = kernels.train(*tensors, channel_dim, self.spec, remember)
         return y
 
     def _by_kernels(

@@ -7,8 +7,11 @@ statistics of them, ``apply`` is the map. Backward is three more: ``measure_back
 depend on the number of samples.
 
 ``join`` writes one buffer, ``statistics``: for each feature mean, variance, slope and offset, ``[4, C]``; for each
-sample and group the same, ``[4, N * groups]``; then ``1/m``, the entries behind a batch statistic, and a counter of
-programs. With them ``a = gamma * (slope_B + slope_F)`` and ``b = beta - gamma * (offset_B + offset_F)``.
+sample and group the same, ``[4, N * groups]``; then ``1/m``, the entries behind a batch statistic, a counter of
+programs and a gap. With them ``a = gamma * (slope_B + slope_F)`` and ``b = beta - gamma * (offset_B + offset_F)``.
+Behind it in the same memory stand the partial results of ``measure``, ``[2, splits, N, C]``. Backward has such a buffer
+too, ``shares``: two values for each feature, ``[2, C]``, two for each sample and group, ``[2, N * groups]``, and behind
+them partial results.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def is_real(mask, n, p, P, MASKED: tl.constexpr):
 
 @triton.jit
 def after_groups(statistics, N, C, groups):
-    """Where ``1/m``, entries and the counter of programs stand in ``statistics``."""
+    """Where ``1/m``, entries and the counter of programs stand in ``statistics``; partial results are 4 further on."""
     return statistics + 4 * C + 4 * N.to(tl.int64) * groups
 
 
@@ -83,7 +86,7 @@ def after_groups(statistics, N, C, groups):
 
 @triton.jit(do_not_specialize=["N", "C", "P", "run", "splits", "groups"])
 def measure(
-    x, mask, partial, counts, statistics, N, C, P, run, splits, groups,
+    x, mask, statistics, counts, N, C, P, run, splits, groups,
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Mean and squares around it, over a range of the positions of a sample.
@@ -94,9 +97,8 @@ def measure(
     Args:
         x: The input.
         mask: Where ``MASKED``, nonzero at real entries, ``[N, P]``.
-        partial: Means and squares are written here, ``[2, splits, N, C]``.
+        statistics: Means and squares are written behind it, and the counter of programs in it is set to 0.
         counts: Where ``MASKED``, real positions are written here, ``[splits, N]``.
-        statistics: The counter of programs in it is set to 0.
         N, C, P, groups: Samples, features, positions, groups of features.
         run, splits: Positions in a range, and how many ranges there are.
     """
@@ -134,6 +136,7 @@ def measure(
     c = block * BC + tl.arange(0, BC)
     split = first // run
     row = (split.to(tl.int64) * N + n) * C + c
+    partial = after_groups(statistics, N, C, groups) + 4
     tl.store(partial + row, joined, mask=c < C)
     tl.store(partial + splits.to(tl.int64) * N * C + row, squares, mask=c < C)
     if MASKED:
@@ -250,8 +253,8 @@ def store_statistics(to, at, width, mean, var, weight, eps, real):
     ],
 )  # fmt: skip
 def join(
-    partial, counts, statistics, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
-    N, C, P, run, splits, groups, mix_eps, scale, eps, momentum,
+    statistics, counts, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples, momentum,
+    N, C, P, run, splits, groups, mix_eps, scale, eps,
     BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Statistics of a training mini-batch, and the population's average with it.
@@ -260,13 +263,14 @@ def join(
     the population, if there is one.
 
     Args:
-        partial, counts: What ``measure`` wrote.
         statistics: Written, as the module says.
+        counts: What ``measure`` wrote.
         batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples: The population, or nothing.
-        mix_eps, scale, eps: As in the formula.
         momentum: The least weight of new values in the population; negative to weight them by samples.
+        mix_eps, scale, eps: As in the formula.
     """
     program = tl.program_id(0)
+    partial = after_groups(statistics, N, C, groups) + 4
     blocks = tl.cdiv(C, BA)
     m, entries = samples_of(counts, N, P, splits, BR, MASKED)
     inverse = 1 / tl.maximum(m, 1.0)
@@ -460,7 +464,7 @@ def apply(
     ],
 )  # fmt: skip
 def join_inference(
-    partial, counts, statistics, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates,
+    statistics, counts, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates,
     N, C, P, run, splits, groups, mix_eps, scale, eps,
     CONFIG: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     MASKED: tl.constexpr,
@@ -468,8 +472,8 @@ def join_inference(
     """Statistics of inference in a configuration, four bits of ``CONFIG``, 1 for population (eqs 18-21).
 
     Args:
-        partial, counts: What ``measure`` wrote; not read where all comes from the population.
-        statistics: Written, as the module says.
+        statistics: Written, as the module says; what stands behind it is not read where all comes from the population.
+        counts: What ``measure`` wrote.
         batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates: The population.
     """
     E_B: tl.constexpr = CONFIG // 8 % 2 == 1
@@ -477,6 +481,7 @@ def join_inference(
     E_F: tl.constexpr = CONFIG // 2 % 2 == 1
     STD_F: tl.constexpr = CONFIG % 2 == 1
     program = tl.program_id(0)
+    partial = after_groups(statistics, N, C, groups) + 4
     blocks = tl.cdiv(C, BA)
     m, _ = samples_of(counts, N, P, splits, BR, MASKED)
     inverse = tl.where(tl.load(updates + 4) > 0, tl.load(inverse_m), 1 / tl.maximum(m, 1.0))
@@ -512,6 +517,12 @@ def join_inference(
 
 
 @triton.jit
+def after_shares(shares, N, C, groups):
+    """Where the partial results of backward stand."""
+    return shares + 2 * C + 2 * N.to(tl.int64) * groups
+
+
+@triton.jit
 def incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION: tl.constexpr):
     """``x`` and the gradient before the nonlinearity."""
     v = tl.load(x + sample + at, mask=inside, other=0.0).to(tl.float32)
@@ -528,11 +539,11 @@ def incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION: tl.constexpr
     do_not_specialize=["N", "C", "P", "run", "splits", "groups"], do_not_specialize_on_alignment=["gamma", "beta"]
 )
 def measure_backward(
-    x, dy, residual, mask, statistics, gamma, beta, partial, N, C, P, run, splits, groups,
+    x, dy, residual, mask, statistics, gamma, beta, shares, N, C, P, run, splits, groups,
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of ``dy`` and of ``dy (x - mean_B)`` over a range of positions, written to ``partial[2, splits, N, C]``."""
+    """Sums of ``dy`` and of ``dy (x - mean_B)`` over a range of positions, written behind ``shares``."""
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
     block, n, first, last = locate(C, P, run, splits, BC, BP)
@@ -554,6 +565,7 @@ def measure_backward(
         dots += g * tl.where(inside, v - mean, 0.0)
     c = block * BC + tl.arange(0, BC)
     row = ((first // run).to(tl.int64) * N + n) * C + c
+    partial = after_shares(shares, N, C, groups)
     tl.store(partial + row, tl.sum(sums, AXIS), mask=c < C)
     tl.store(partial + splits.to(tl.int64) * N * C + row, tl.sum(dots, AXIS), mask=c < C)
 
@@ -562,8 +574,7 @@ def measure_backward(
     do_not_specialize=["N", "C", "P", "splits", "count_splits", "groups"], do_not_specialize_on_alignment=["gamma"]
 )
 def join_backward(
-    partial, counts, statistics, gamma, shares, d_gamma, d_beta, N, C, P, splits, count_splits, groups,
-    mix_eps, scale, eps,
+    shares, counts, statistics, gamma, gradients, N, C, P, splits, count_splits, groups, mix_eps, scale, eps,
     BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The chain rule through ``join``.
@@ -571,11 +582,10 @@ def join_backward(
     Programs divide the work as there. ``c1 = -(p1 + q1)`` and ``c0 = p0 + q0`` make ``dx = a dy + c1 x + c0``.
 
     Args:
-        partial: What ``measure_backward`` wrote.
+        shares: ``p1`` and ``p0`` of each feature, then ``q1`` and ``q0`` of each sample and group, are written here.
+            Behind it stands what ``measure_backward`` wrote.
         counts, statistics, gamma: As in ``join`` and ``apply``.
-        shares: ``p1`` and ``p0`` of each feature, ``[2, C]``, then ``q1`` and ``q0`` of each sample and group,
-            ``[2, N * groups]``, are written here.
-        d_gamma, d_beta: Gradients of gamma and beta, ``[C]``, are written here.
+        gradients: Those of gamma and beta, ``[2, C]``, are written here.
         splits, count_splits: How many ranges of positions ``partial`` and ``counts`` have.
     """
     blocks = tl.cdiv(C, BA)
@@ -584,26 +594,24 @@ def join_backward(
     w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 16
     block = tl.program_id(0)
     if block < blocks:
-        share_batch(
-            partial, statistics, gamma, shares, d_gamma, d_beta, block, N, C, splits, groups, w_B, w_F, entries, eps,
-            BR, BA,
-        )  # fmt: skip
+        share_batch(shares, statistics, gamma, gradients, block, N, C, splits, groups, w_B, w_F, entries, eps, BR, BA)
     else:
         share_features(
-            partial, counts, statistics, gamma, shares, block - blocks, N, C, P, splits, count_splits, groups, w_F,
-            eps, BQ, BK, MASKED,
+            shares, counts, statistics, gamma, block - blocks, N, C, P, splits, count_splits, groups, w_F, eps,
+            BQ, BK, MASKED,
         )  # fmt: skip
 
 
 @triton.jit
 def share_batch(
-    partial, statistics, gamma, shares, d_gamma, d_beta, block, N, C, splits, groups, w_B, w_F, entries, eps,
+    shares, statistics, gamma, gradients, block, N, C, splits, groups, w_B, w_F, entries, eps,
     BR: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
     """``p1``, ``p0`` and gradients of gamma and beta, of a block of features."""
     K = C // groups
     width = N.to(tl.int64) * groups
     plane = splits * N.to(tl.int64) * C
+    partial = after_shares(shares, N, C, groups)
     c = block * BA + tl.arange(0, BA)
     real = c < C
     mean_B = tl.load(statistics + c, mask=real, other=0.0)
@@ -624,8 +632,8 @@ def share_batch(
         total_F += r_F * (dots + (mean_B[None, :] - mean_F) * sums)
     r_B = 1 / tl.sqrt(tl.load(statistics + C + c, mask=real, other=1.0) + eps)
     d_sum, d_dot = tl.sum(total, 0), r_B * tl.sum(total_B, 0)
-    tl.store(d_gamma + c, w_B * d_dot + w_F * tl.sum(total_F, 0), mask=real)
-    tl.store(d_beta + c, d_sum, mask=real)
+    tl.store(gradients + c, w_B * d_dot + w_F * tl.sum(total_F, 0), mask=real)
+    tl.store(gradients + C + c, d_sum, mask=real)
     if gamma is not None:
         gain = tl.load(gamma + c, mask=real, other=0.0).to(tl.float32)
         d_sum, d_dot = gain * d_sum, gain * d_dot
@@ -638,13 +646,14 @@ def share_batch(
 
 @triton.jit
 def share_features(
-    partial, counts, statistics, gamma, shares, block, N, C, P, splits, count_splits, groups, w_F, eps,
+    shares, counts, statistics, gamma, block, N, C, P, splits, count_splits, groups, w_F, eps,
     BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """``q1`` and ``q0`` of a block of samples and groups."""
     K = C // groups
     width = N.to(tl.int64) * groups
     plane = splits * N.to(tl.int64) * C
+    partial = after_shares(shares, N, C, groups)
     q = block.to(tl.int64) * BQ + tl.arange(0, BQ)
     real = q < width
     features = statistics + 4 * C

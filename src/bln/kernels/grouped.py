@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _coefficients, formula
-from .._autograd import differentiate
+from .. import _coefficients
+from .._autograd import differentiate, recomputing
 from .._spec import Spec
 from ..config import StatisticsConfig
 from ..formula import Statistics
@@ -17,6 +17,7 @@ from .population import written
 from .slabs import on_its_device
 
 if TYPE_CHECKING:
+    from ..layer import BatchLayerNorm
     from ..population import Population
 
     Remembered = tuple[Population, float | None] | None  # a population and its momentum
@@ -31,18 +32,14 @@ def usable(x: Tensor, channel_dim: int) -> bool:
     return FEWEST_POSITIONS * x.shape[channel_dim] <= values < 2**31
 
 
-class Call:
-    """What a call needs besides tensors: its launches and numbers. One serves all calls with such tensors."""
+class Call(NamedTuple):
+    """What a call needs besides tensors. One serves all calls with such tensors."""
 
-    def __init__(self, plan: Plan, spec: Spec, channel_dim: int, activation: str | None, device: torch.device) -> None:
-        self.plan, self.spec, self.channel_dim, self.activation, self.device = (
-            plan,
-            spec,
-            channel_dim,
-            activation,
-            device,
-        )
-        self.numbers = spec.mix_eps, formula.weights(0.0, 0.0, plan.features, spec.dim_scale)[0], spec.eps
+    plan: Plan
+    spec: Spec
+    channel_dim: int
+    activation: str | None
+    device: torch.device
 
 
 _calls: dict[Any, Call | None] = {}
@@ -51,20 +48,25 @@ _MOST = 4096
 
 def _call(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
-    residual: Tensor | None = None, activation: str | None = None,
+    residual: Tensor | None = None, activation: str | None = None, known: bool = False,
 ) -> Call | None:  # fmt: skip
-    """The call for such tensors; ``None`` where the input lies in memory as no kernel reads it."""
+    """The call for such tensors; ``None`` where the input lies in memory as no kernel reads it.
+
+    With ``known``, only one that was asked for before.
+    """
     key = (
         x.shape, x.stride(), x.dtype, x.device, spec, channel_dim, mask is None, residual is None, activation,
         gamma if gamma is None else gamma.dtype, beta if beta is None else beta.dtype,
     )  # fmt: skip
     found = _calls.get(key, _calls)
     if found is _calls:
+        if known:
+            return None
         if len(_calls) >= _MOST:
             _calls.clear()
-        found = None
-        if (shape := Shape.of(x, channel_dim)) is not None and spec.groups is not None:
-            plan = Plan(shape, x.element_size(), spec.groups, mask is not None, activation)
+        shape, found = Shape.of(x, channel_dim), None
+        if shape is not None:
+            plan = Plan(shape, x.element_size(), spec, mask is not None, activation)
             found = Call(plan, spec, channel_dim, activation, x.device)
         _calls[key] = found
     return found  # type: ignore[return-value]
@@ -93,6 +95,24 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
 def _stream(device: torch.device) -> int:
     """The stream to launch on."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def train_layer(layer: BatchLayerNorm, x: Tensor) -> Tensor | None:
+    """The layer's training forward of an ordinary input; ``None`` where it has to be looked at more closely.
+
+    What is looked up here has been checked when it was first prepared. Attributes of a module are found in Python,
+    one by one: that takes longer than all else here, so dictionaries are read.
+    """
+    if type(x) is not Tensor or layer._group is not None or torch._C._are_functorch_transforms_active():
+        return None
+    parameters, population = layer._parameters, layer._modules["population"]
+    gamma, beta = parameters["weight"], parameters["bias"]
+    call = _call(x, gamma, beta, None, layer.channel_dim % x.dim(), layer.spec, known=True)
+    if call is None or call.plan.features != layer.num_features or call.device.index != torch._C._cuda_getDevice():
+        return None
+    remember: Any = None if recomputing() else (population, layer.momentum)
+    y: Tensor = _Train.apply(x, gamma, beta, None, None, call, remember, None)  # type: ignore[no-untyped-call]
+    return y
 
 
 @on_its_device
@@ -128,26 +148,20 @@ def train_with_statistics(
         y = train(x, gamma, beta, mask, channel_dim, spec, found=kept)
         found = kept[0]
     assert spec.groups is not None
-    features, groups = _parts(found, x.shape[0], x.shape[channel_dim], spec.groups)
-    return y, Statistics(features[0], features[1], groups[0], groups[1], found[-3])
+    n, c = x.shape[0], x.shape[channel_dim]
+    features, groups = _parts(found, 4, n, c, spec.groups)
+    return y, Statistics(features[0], features[1], groups[0], groups[1], found[4 * (c + n * spec.groups)])
 
 
-class Measured(NamedTuple):
-    """What ``measure`` writes: partial results, counts under a mask, and room for the statistics."""
-
-    partial: Tensor
-    counts: Tensor | None
-    found: Tensor
-
-
-def measured(x: Tensor, mask: Tensor | None, plan: Plan, stream: int, traced: bool = False) -> Measured:
-    """Launch ``measure``; room for the statistics comes with its results."""
-    partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
+def measured(
+    x: Tensor, mask: Tensor | None, plan: Plan, stream: int, traced: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Launch ``measure``: the buffer of statistics, with partial results behind it, and counts under a mask."""
     found = torch.empty(plan.statistics, dtype=torch.float32, device=x.device)
     counts = None if plan.counts is None else torch.empty(plan.counts, dtype=torch.float32, device=x.device)
     launch = plan.measure.traced if traced else plan.measure
-    launch(stream, x, mask, partial, counts, found, *plan.measure.sizes)
-    return Measured(partial, counts, found)
+    launch(stream, x, mask, found, counts)
+    return found, counts
 
 
 class _Train(torch.autograd.Function):
@@ -167,19 +181,16 @@ class _Train(torch.autograd.Function):
     ) -> Tensor:
         plan, stream = call.plan, _stream(call.device)
         x, real = _aligned(x), _as_bytes(mask)
-        partial, counts, found = measured(x, real, plan, stream)
+        found, counts = measured(x, real, plan, stream)
         if remember is None:
-            plan.join(stream, partial, counts, found, *_NO_POPULATION, *plan.measure.sizes, *call.numbers, 0.0)
+            plan.join(stream, found, counts, *_NO_POPULATION, 0.0)
         else:
             population: list[Any] = list(remember[0]._buffers.values())
             written(population)
-            momentum = -1.0 if remember[1] is None else remember[1]
-            plan.join_updating(
-                stream, partial, counts, found, *population, *plan.measure.sizes, *call.numbers, momentum
-            )
+            plan.join_updating(stream, found, counts, *population, -1.0 if remember[1] is None else remember[1])
         y = torch.empty_like(x)
         beside = None if residual is None else _like(residual, x)
-        plan.apply(stream, x, y, beside, real, found, gamma, beta, *plan.apply.sizes)
+        plan.apply(stream, x, y, beside, real, found, gamma, beta)
         ctx.call, ctx.masks = call, (mask, real, counts)
         ctx.save_for_backward(x, gamma, beta, beside if call.activation is not None else None, found)
         if kept is not None:
@@ -199,16 +210,16 @@ class _Train(torch.autograd.Function):
             return *differentiate(_plain, (x, gamma, beta, residual), ctx, dy), *[None] * 4
         plan, stream = call.plan, _stream(call.device)
         dy = _like(dy, x)
-        partial = torch.empty(plan.partial_backward, dtype=torch.float32, device=x.device)
-        plan.measure_backward(stream, x, dy, residual, real, found, gamma, beta, partial, *plan.measure_backward.sizes)
-        shares, d_gamma, d_beta = shared(partial, counts, found, gamma, plan, call.numbers, stream)
+        shares = torch.empty(plan.shares, dtype=torch.float32, device=x.device)
+        plan.measure_backward(stream, x, dy, residual, real, found, gamma, beta, shares)
+        gradients = torch.empty((2, plan.features), dtype=torch.float32, device=x.device)
+        plan.join_backward(stream, shares, counts, found, gamma, gradients)
         dx = torch.empty_like(x)
         d_residual = torch.empty_like(x) if wanted and call.activation is not None else None
-        plan.apply_backward(
-            stream, x, dy, residual, dx, d_residual, real, found, gamma, beta, shares, *plan.apply_backward.sizes
-        )
+        plan.apply_backward(stream, x, dy, residual, dx, d_residual, real, found, gamma, beta, shares)
         if wanted and d_residual is None:
             d_residual = _coefficients.hide(dy, mask, call.channel_dim)
+        d_gamma, d_beta = gradients.unbind()
         return dx, _typed(d_gamma, gamma), _typed(d_beta, beta), d_residual, None, None, None, None
 
 
@@ -220,19 +231,6 @@ def _typed(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
     if parameter is None:
         return None
     return gradient if parameter.dtype == torch.float32 else gradient.to(parameter.dtype)
-
-
-def shared(
-    partial: Tensor, counts: Tensor | None, found: Tensor, gamma: Tensor | None, plan: Plan,
-    numbers: tuple[float, float, float], stream: int, traced: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch ``join_backward``: the shares of ``c1`` and ``c0``, the gradients of gamma and beta."""
-    shares = torch.empty(plan.shares, dtype=torch.float32, device=partial.device)
-    d_gamma = torch.empty(plan.features, dtype=torch.float32, device=partial.device)
-    d_beta = torch.empty(plan.features, dtype=torch.float32, device=partial.device)
-    launch = plan.join_backward.traced if traced else plan.join_backward
-    launch(stream, partial, counts, found, gamma, shares, d_gamma, d_beta, *plan.sizes_backward, *numbers)
-    return shares, d_gamma, d_beta
 
 
 def _like(value: Tensor, x: Tensor) -> Tensor:
@@ -307,15 +305,14 @@ class _Infer(torch.autograd.Function):
         plan, stream, kept = call.plan, _stream(call.device), list(population._buffers.values())
         x, real = _aligned(x), _as_bytes(mask)
         if config.uses_batch or config.uses_features or real is not None:
-            partial, counts, found = measured(x, real, plan, stream)
+            found, counts = measured(x, real, plan, stream)
         else:
-            partial, counts = None, None
-            found = torch.empty(plan.statistics, dtype=torch.float32, device=x.device)
+            found, counts = torch.empty(plan.statistics, dtype=torch.float32, device=x.device), None
         bits = int("".join("1" if letter == "T" else "0" for letter in str(config)), 2)
-        plan.join_inference[bits](stream, partial, counts, found, *kept[:6], *plan.measure.sizes, *call.numbers)
+        plan.join_inference[bits](stream, found, counts, *kept[:6])
         y = torch.empty_like(x)
         beside = None if residual is None else _like(residual, x)
-        plan.apply(stream, x, y, beside, real, found, gamma, beta, *plan.apply.sizes)
+        plan.apply(stream, x, y, beside, real, found, gamma, beta)
         ctx.rest = mask, call.channel_dim, call.spec, population, config, call.activation
         ctx.save_for_backward(x, gamma, beta, residual, *kept)  # so that a change of the population is noticed
         return y
@@ -349,10 +346,10 @@ def _plain_inference(
 # ---- inside of compiled graphs: the compiler launches the kernels itself, and fuses the maps with what is around them
 
 
-def _traced_plan(x: Tensor, channel_dim: int, groups: int, masked: bool) -> Plan:
+def _traced_plan(x: Tensor, channel_dim: int, spec: Spec, masked: bool) -> Plan:
     shape = Shape.of(x, channel_dim)
     assert shape is not None
-    return Plan(shape, x.element_size(), groups, masked, None)
+    return Plan(shape, x.element_size(), spec, masked, None)
 
 
 @torch.library.triton_op(
@@ -369,21 +366,19 @@ def grouped_join(
     inverse_m: Tensor | None,
     updates: Tensor | None,
     samples: Tensor | None,
+    momentum: float,
     channel_dim: int,
     groups: int,
     eps: float,
     mix_eps: float,
     dim_scale: bool,
-    momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch ``measure`` and ``join``: the statistics, and counts under a mask."""
-    plan = _traced_plan(x, channel_dim, groups, mask is not None)
-    partial, counts, found = measured(x, mask, plan, 0, traced=True)
-    numbers = mix_eps, formula.weights(0.0, 0.0, plan.features, dim_scale)[0], eps
+    plan = _traced_plan(x, channel_dim, Spec(groups, False, eps, mix_eps, dim_scale), mask is not None)
+    found, counts = measured(x, mask, plan, 0, traced=True)
     plan.join.traced(
-        0, partial, counts, found, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
-        *plan.measure.sizes, *numbers, momentum,
-    )  # fmt: skip
+        0, found, counts, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples, momentum
+    )
     return found, found.new_empty(0) if counts is None else counts
 
 
@@ -400,13 +395,14 @@ def grouped_join_backward(
     eps: float,
     mix_eps: float,
     dim_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Launch ``measure_backward`` and ``join_backward``: shares of ``c1`` and ``c0``, gradients of gamma and beta."""
-    plan = _traced_plan(x, channel_dim, groups, mask is not None)
-    partial = torch.empty(plan.partial_backward, dtype=torch.float32, device=x.device)
-    plan.measure_backward.traced(0, x, dy, None, mask, found, None, None, partial, *plan.measure_backward.sizes)
-    numbers = mix_eps, formula.weights(0.0, 0.0, plan.features, dim_scale)[0], eps
-    return shared(partial, counts if mask is not None else None, found, gamma, plan, numbers, 0, traced=True)
+    plan = _traced_plan(x, channel_dim, Spec(groups, False, eps, mix_eps, dim_scale), mask is not None)
+    shares = torch.empty(plan.shares, dtype=torch.float32, device=x.device)
+    plan.measure_backward.traced(0, x, dy, None, mask, found, None, None, shares)
+    gradients = torch.empty((2, plan.features), dtype=torch.float32, device=x.device)
+    plan.join_backward.traced(0, shares, counts if mask is not None else None, found, gamma, gradients)
+    return shares, gradients
 
 
 def train_traced(
@@ -430,8 +426,8 @@ def train_traced(
             population.inverse_m, population.updates, population.samples,
         )  # fmt: skip
     found, counts = torch.ops.bln.grouped_join(
-        x.detach(), _as_bytes(mask), *kept, channel_dim, spec.groups, spec.eps, spec.mix_eps, spec.dim_scale,
-        -1.0 if momentum is None else momentum,
+        x.detach(), _as_bytes(mask), *kept, -1.0 if momentum is None else momentum, channel_dim, spec.groups,
+        spec.eps, spec.mix_eps, spec.dim_scale,
     )  # fmt: skip
     y = _Traced.apply(x, gamma, beta, mask, found, counts, channel_dim, spec)  # type: ignore[no-untyped-call]
     return y, found
@@ -444,12 +440,10 @@ def _over_positions(feature: Tensor, group: Tensor, x: Tensor, channel_dim: int)
     return each.reshape(n, *[1] * (channel_dim - 1), feature.shape[0], *[1] * (x.dim() - 1 - channel_dim))
 
 
-def _parts(found: Tensor, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Values for each feature, and for each sample and group, that stand one after the other in a buffer."""
-    count = (found.shape[0]) // (c + n * groups)
-    return found[: count * c].view(count, c).unbind(), found[count * c :][: count * n * groups].view(
-        count, n, groups
-    ).unbind()
+def _parts(found: Tensor, count: int, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A few values for each feature, and for each sample and group, from a buffer where they stand in this order."""
+    features, rest = found[: count * c], found[count * c : count * (c + n * groups)]
+    return features.view(count, c).unbind(), rest.view(count, n, groups).unbind()
 
 
 class _Traced(torch.autograd.Function):
@@ -470,7 +464,7 @@ class _Traced(torch.autograd.Function):
         ctx.save_for_backward(x, gamma, mask, found, counts)
         ctx.channel_dim, ctx.spec, ctx.with_beta = channel_dim, spec, beta is not None
         assert spec.groups is not None
-        features, groups = _parts(found, x.shape[0], x.shape[channel_dim], spec.groups)
+        features, groups = _parts(found, 4, x.shape[0], x.shape[channel_dim], spec.groups)
         a = _over_positions(features[2], groups[2], x, channel_dim)
         b = -_over_positions(features[3], groups[3], x, channel_dim)
         along = -1, *[1] * (x.dim() - 1 - channel_dim)
@@ -487,17 +481,17 @@ class _Traced(torch.autograd.Function):
         channel_dim, spec = ctx.channel_dim, ctx.spec
         if dy.stride() != x.stride():
             dy = torch.empty_like(x).copy_(dy)
-        shares, d_gamma, d_beta = torch.ops.bln.grouped_join_backward(
+        shares, gradients = torch.ops.bln.grouped_join_backward(
             x, dy, gamma, _as_bytes(mask), found, counts, channel_dim, spec.groups, spec.eps, spec.mix_eps,
             spec.dim_scale,
         )  # fmt: skip
         n, c = x.shape[0], x.shape[channel_dim]
-        features, groups = _parts(found, n, c, spec.groups)
+        features, groups = _parts(found, 4, n, c, spec.groups)
         a = _over_positions(features[2], groups[2], x, channel_dim)
         if gamma is not None:
             a = gamma.float().view(-1, *[1] * (x.dim() - 1 - channel_dim)) * a
-        (p1, p0), (q1, q0) = _parts(shares, n, c, spec.groups)
+        (p1, p0), (q1, q0) = _parts(shares, 2, n, c, spec.groups)
         c1, c0 = (_over_positions(p, q, x, channel_dim) for p, q in ((p1, q1), (p0, q0)))
         dx = _coefficients.hide(a * dy.float() - c1 * x.float() + c0, mask, channel_dim).to(x.dtype)
-        with_beta = d_beta if ctx.with_beta else None
-        return dx, None if gamma is None else d_gamma.to(gamma.dtype), with_beta, *[None] * 5
+        d_gamma, d_beta = gradients.unbind()
+        return dx, _typed(d_gamma, gamma), d_beta if ctx.with_beta else None, *[None] * 5

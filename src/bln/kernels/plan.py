@@ -9,6 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from .. import formula
+from .._spec import Spec
 from . import affine
 
 INTERPRETED = not isinstance(affine.measure, triton.runtime.JITFunction)
@@ -48,16 +50,25 @@ class Row(NamedTuple):
 
 
 TABLE = {
-    # kernel, channels first: as benchmarks/tune.py prints it on an H200
-    ("measure", False): Row(4096, 256, 4, 3),
-    ("measure", True): Row(4096, 256, 4, 3),
-    ("apply", False): Row(4096, 256, 4, 3),
-    ("apply", True): Row(4096, 256, 4, 3),
-    ("measure_backward", False): Row(4096, 256, 4, 3),
-    ("measure_backward", True): Row(4096, 256, 4, 3),
-    ("apply_backward", False): Row(4096, 256, 4, 3),
-    ("apply_backward", True): Row(4096, 256, 4, 3),
+    # kernel, channels first, fewer than SHORT positions: as benchmarks/tune.py prints it on an H200
+    ("measure", False, False): Row(4096, 128, 4, 3),
+    ("measure", False, True): Row(4096, 128, 4, 3),
+    ("measure", True, False): Row(4096, 128, 4, 3),
+    ("measure", True, True): Row(4096, 128, 4, 3),
+    ("apply", False, False): Row(8192, 256, 4, 3),
+    ("apply", False, True): Row(8192, 256, 4, 3),
+    ("apply", True, False): Row(8192, 512, 4, 3),
+    ("apply", True, True): Row(8192, 512, 4, 3),
+    ("measure_backward", False, False): Row(4096, 128, 4, 3),
+    ("measure_backward", False, True): Row(4096, 128, 4, 3),
+    ("measure_backward", True, False): Row(2048, 256, 8, 3),
+    ("measure_backward", True, True): Row(2048, 256, 8, 3),
+    ("apply_backward", False, False): Row(8192, 256, 4, 3),
+    ("apply_backward", False, True): Row(8192, 256, 4, 3),
+    ("apply_backward", True, False): Row(2048, 512, 4, 3),
+    ("apply_backward", True, True): Row(2048, 512, 4, 3),
 }
+SHORT = 256
 
 
 class Tile(NamedTuple):
@@ -84,7 +95,9 @@ def tile(shape: Shape, itemsize: int, row: Row) -> Tile:
     else:
         features = min(power_of_two(c), row.width // itemsize)
         positions = min(power_of_two(known), max(1, row.values // features))
-    run = max(1, row.run // (features * positions)) * positions
+    tiles = -(-p // positions)
+    splits = -(-tiles // max(1, row.run // (features * positions)))
+    run = -(-tiles // splits) * positions  # ranges of one length, but for the last
     splits = -(-p // run)
     constants = {"CHANNELS_FIRST": channels_first, "BC": features, "BP": positions, "VEC": vec}
     return Tile(constants, n * splits * -(-c // features), run, splits)
@@ -104,71 +117,90 @@ def power_of_two(number: int) -> int:
 
 
 class Launch:
-    """A kernel with its grid and constants, compiled by its first call and launched without binding arguments after.
+    """A kernel with its grid, numbers and constants, compiled by its first call.
 
-    All calls must agree in whatever Triton compiles for: which arguments are ``None``, the types and the alignment
-    of the others.
+    After that it is launched without Triton's binding of arguments. All calls must agree in whatever Triton compiles
+    for: which pointers are ``None``, the types and the alignment of the others.
+
+    Args:
+        kernel: The kernel: pointers first, then what is decided here.
+        programs: How many programs to launch.
+        numbers: The arguments behind pointers.
+        constants: The constants behind those, in the order of the kernel.
+        num_warps: Warps in a program.
+        stages: Of software pipelines.
     """
 
-    def __init__(self, kernel: Any, programs: int, constants: dict[str, Any], num_warps: int, stages: int = 3) -> None:
-        self.kernel, self.programs = kernel, programs
-        self.constants = constants
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[float, ...],
+        constants: dict[str, Any],
+        num_warps: int = 4,
+        stages: int = 3,
+    ) -> None:
+        self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
         self.options = {"num_warps": num_warps, "num_stages": stages}
-        self.values = tuple(constants.values())
+        self.rest = (*numbers, *constants.values())
         self.run: Any = None
 
-    def __call__(self, stream: int, *arguments: Any) -> None:
-        """Launch on a stream, which the first call takes to be the current one."""
+    def __call__(self, stream: int, *pointers: Any) -> None:
+        """Launch, given tensors or ``None``; the first call takes the current stream."""
         if self.run is None:
-            compiled = self.kernel[(self.programs,)](*arguments, **self.constants, **self.options)
+            compiled = self.kernel[(self.programs,)](*pointers, *self.numbers, **self.constants, **self.options)
             if not INTERPRETED:
                 self.function, self.metadata, self.run = compiled.function, compiled.packed_metadata, compiled.run
         else:
-            self.run(
-                self.programs, 1, 1, stream, self.function, self.metadata, None, None, None, *arguments, *self.values
-            )
+            # Triton's launcher takes an address as it is, and asks a tensor and the driver for one.
+            given = [each.data_ptr() if isinstance(each, Tensor) else each for each in pointers]
+            self.run(self.programs, 1, 1, stream, self.function, self.metadata, None, None, None, *given, *self.rest)
 
-    def traced(self, stream: int, *arguments: Any) -> None:
+    def traced(self, stream: int, *pointers: Any) -> None:
         """Launch inside of a ``torch.library.triton_op``, where a compiler looks on."""
         kernel = torch.library.wrap_triton(self.kernel)
-        kernel[(self.programs,)](*arguments, **self.constants, **self.options)
+        kernel[(self.programs,)](*pointers, *self.numbers, **self.constants, **self.options)
 
 
 class Over(Launch):
-    """A launch over an input, with what its kernel is told of sizes: N, C, P, run, splits, groups."""
+    """A launch over an input."""
 
     def __init__(self, name: str, shape: Shape, itemsize: int, groups: int, constants: dict[str, Any]) -> None:
-        row = TABLE[name, shape.channels_first]
+        n, c, p, channels_first = shape
+        row = TABLE[name, channels_first, isinstance(p, int) and p < SHORT]
         over = tile(shape, itemsize, row)
-        kernel = getattr(affine, name)
-        super().__init__(kernel, over.programs, {**over.constants, **constants}, row.warps, row.stages)
-        self.splits = over.splits
-        self.sizes = *shape[:3], over.run, over.splits, groups
+        self.splits, self.sizes = over.splits, (n, c, p, over.run, over.splits, groups)
+        constants = {**over.constants, **constants}
+        super().__init__(getattr(affine, name), over.programs, self.sizes, constants, row.warps, row.stages)
 
 
 class Plan:
     """All launches of one layer on inputs of one shape and type."""
 
-    def __init__(self, shape: Shape, itemsize: int, groups: int, masked: bool, activation: str | None) -> None:
+    def __init__(self, shape: Shape, itemsize: int, spec: Spec, masked: bool, activation: str | None) -> None:
         n, c, p, _ = shape
+        groups = spec.groups
+        assert groups is not None
         given = shape, itemsize, groups
         self.measure = Over("measure", *given, {"MASKED": masked})
         activated = {"MASKED": masked, "ACTIVATION": activation}
         self.apply = Over("apply", *given, activated)
         self.measure_backward = Over("measure_backward", *given, activated)
         self.apply_backward = Over("apply_backward", *given, activated)
+
         joining, programs = joining_tile(n, c, groups)
         joining["MASKED"] = masked
-        self.join = Launch(affine.join, programs, joining, 4)
-        self.join_updating = Launch(affine.join, programs, joining, 4)
-        self.join_backward = Launch(affine.join_backward, programs, joining, 4)
+        numbers = spec.mix_eps, formula.weights(0.0, 0.0, c, spec.dim_scale)[0], spec.eps
+        sizes = *self.measure.sizes, *numbers
+        self.join = Launch(affine.join, programs, sizes, joining)
+        self.join_updating = Launch(affine.join, programs, sizes, joining)
         self.join_inference = [
-            Launch(affine.join_inference, programs, {"CONFIG": config, **joining}, 4) for config in range(16)
+            Launch(affine.join_inference, programs, sizes, {"CONFIG": config, **joining}) for config in range(16)
         ]
-        self.partial = 2, self.measure.splits, n, c
+        sizes = n, c, p, self.measure_backward.splits, self.measure.splits, groups, *numbers
+        self.join_backward = Launch(affine.join_backward, programs, sizes, joining)
+
         self.counts = (self.measure.splits, n) if masked else None
-        self.statistics = 4 * (c + n * groups) + 3
-        self.partial_backward = 2, self.measure_backward.splits, n, c
-        self.sizes_backward = n, c, p, self.measure_backward.splits, self.measure.splits, groups
-        self.shares = 2 * (c + n * groups)
+        self.statistics = 4 * (c + n * groups) + 4 + 2 * self.measure.splits * n * c
+        self.shares = 2 * (c + n * groups) + 2 * self.measure_backward.splits * n * c
         self.features = c

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
@@ -32,7 +33,7 @@ ROWS = [
 
 def over(name: str, row: Row, shape: Shape, itemsize: int) -> Over:
     """The launch of a kernel with another row than the table's."""
-    plan.TABLE[name, shape.channels_first] = row
+    plan.TABLE[name, shape.channels_first, shape.p < plan.SHORT] = row
     constants: dict[str, Any] = {"MASKED": False}
     if name != "measure":
         constants["ACTIVATION"] = None
@@ -44,14 +45,14 @@ def arguments(name: str, shape: Shape, dtype: torch.dtype, launch: Over) -> tupl
     n, c, p, _ = shape
     x, dy = (torch.randn(n * c * p, dtype=dtype, device="cuda") for _ in range(2))
     gamma, beta = (torch.randn(c, device="cuda") for _ in range(2))
-    found = torch.rand(4 * (c + n * GROUPS) + 3, device="cuda") + 0.5
-    shares = torch.randn(2 * (c + n * GROUPS), device="cuda")
-    partial = torch.empty(2, launch.splits, n, c, device="cuda")
+    behind = 2 * launch.splits * n * c
+    found = torch.rand(4 * (c + n * GROUPS) + 4 + behind, device="cuda") + 0.5
+    shares = torch.randn(2 * (c + n * GROUPS) + behind, device="cuda")
     y = torch.empty_like(x)
     return {
-        "measure": (x, None, partial, None, found),
+        "measure": (x, None, found, None),
         "apply": (x, y, None, None, found, gamma, beta),
-        "measure_backward": (x, dy, None, None, found, gamma, beta, partial),
+        "measure_backward": (x, dy, None, None, found, gamma, beta, shares),
         "apply_backward": (x, dy, None, y, None, None, found, gamma, beta, shares),
     }[name]
 
@@ -61,7 +62,7 @@ def compile_some(work: list[tuple[str, Row, Shape, torch.dtype]]) -> None:
     for name, row, shape, dtype in work:
         small = shape._replace(n=1)
         launch = over(name, row, small, dtype.itemsize)
-        launch(0, *arguments(name, small, dtype, launch), *launch.sizes)
+        launch(0, *arguments(name, small, dtype, launch))
 
 
 def microseconds(function: Any, flush: torch.Tensor, repeats: int = 9) -> float:
@@ -85,36 +86,38 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=4, help="how many rows of each kernel to print")
     options = parser.parse_args()
     types = [getattr(torch, name) for name in options.types]
+    kinds = list(product(options.kernels, (False, True), (False, True)))
+    tiles = {row._replace(run=2**16) for row in ROWS}
     work = [
         (name, row, Shape(*shape, channels_first), dtype)
-        for name, channels_first, row in product(options.kernels, (False, True), ROWS)
-        for shape in SHAPES[:4]
-        for dtype in types
+        for (name, channels_first, short), row, dtype in product(kinds, tiles, types)
+        for shape in shapes(short)
     ]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_some, [work[at :: options.processes * 4] for at in range(options.processes * 4)]))
     flush = torch.empty(64 * 2**20, device="cuda")
-    for name, channels_first in product(options.kernels, (False, True)):
+    stream = torch.cuda.current_stream().cuda_stream
+    for name, channels_first, short in kinds:
         scores: dict[Row, list[float]] = {}
-        for shape, dtype in product(SHAPES, types):
+        for shape, dtype in product(shapes(short), types):
             lying = Shape(*shape, channels_first)
             x, y = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
             copy = microseconds(lambda x=x, y=y: y.copy_(x), flush)
-            given: Any = None
             for row in ROWS:
                 launch = over(name, row, lying, dtype.itemsize)
-                if given is None or "measure" in name:
-                    given = arguments(name, lying, dtype, launch)
-                stream = torch.cuda.current_stream().cuda_stream
-                call = lambda launch=launch, given=given, stream=stream: launch(stream, *given, *launch.sizes)  # noqa: E731
+                given = arguments(name, lying, dtype, launch)
+                call = partial(launch, stream, *given)
                 call()
                 scores.setdefault(row, []).append(microseconds(call, flush) / copy)
         ranked = sorted(scores, key=lambda row: statistics.mean(scores[row]))
         for row in ranked[: options.best]:
             each = " ".join(f"{score:5.2f}" for score in scores[row])
-            print(
-                f'    ("{name}", {channels_first}): {row!r},  # {statistics.mean(scores[row]):.3f}: {each}', flush=True
-            )
+            print(f'    ("{name}", {channels_first}, {short}): Row{tuple(row)},  # {each}', flush=True)
+
+
+def shapes(short: bool) -> list[tuple[int, int, int]]:
+    """Those of a class of the table."""
+    return [shape for shape in SHAPES if (shape[2] < plan.SHORT) == short]
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ KERNELS = ("measure", "apply", "measure_backward", "apply_backward")
 SHAPES = [(128, 64, 56 * 56), (128, 256, 28 * 28), (128, 512, 14 * 14), (128, 2048, 7 * 7), (32, 256, 14 * 14)]
 GROUPS = 8
 ROWS = [
-    Row(values, width, warps, stages)
-    for values, width, (warps, stages) in product((2048, 4096, 8192), (128, 256, 512), ((4, 1), (4, 3), (8, 1), (8, 3)))
+    Row(values, width, warps, 3, run)
+    for values, width, warps, run in product((1024, 2048, 4096, 8192), (128, 256, 512), (4, 8), (2**13, 2**14, 2**16))
+    if values <= run
 ]
 
 

@@ -71,14 +71,14 @@ def is_real(mask, n, p, P, MASKED: tl.constexpr):
     """
     real = p < P
     if MASKED:
-        real = real & (tl.load(mask + n.to(tl.int64) * P + p, mask=real, other=0) != 0)
+        real = real & (tl.load(mask + tl.cast(n, tl.int64) * P + p, mask=real, other=0) != 0)
     return real
 
 
 @triton.jit
 def after_groups(statistics, N, C, groups):
     """Where ``1/m``, entries and the counter of programs stand in ``statistics``; partial results are 4 further on."""
-    return statistics + 4 * C + 4 * N.to(tl.int64) * groups
+    return statistics + 4 * C + 4 * tl.cast(N, tl.int64) * groups
 
 
 # ---- forward
@@ -106,7 +106,7 @@ def measure(
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
     block, n, first, last = locate(C, P, run, splits, BC, BP)
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
-    sample = x + n.to(tl.int64) * C * P
+    sample = x + tl.cast(n, tl.int64) * C * P
     mean = tl.zeros([BC, BP] if CHANNELS_FIRST else [BP, BC], tl.float32)
     squares = tl.zeros([BC, BP] if CHANNELS_FIRST else [BP, BC], tl.float32)
     count = tl.zeros([1, BP] if CHANNELS_FIRST else [BP, 1], tl.float32)
@@ -135,10 +135,10 @@ def measure(
 
     c = block * BC + tl.arange(0, BC)
     split = first // run
-    row = (split.to(tl.int64) * N + n) * C + c
+    row = (tl.cast(split, tl.int64) * N + n) * C + c
     partial = after_groups(statistics, N, C, groups) + 4
     tl.store(partial + row, joined, mask=c < C)
-    tl.store(partial + splits.to(tl.int64) * N * C + row, squares, mask=c < C)
+    tl.store(partial + tl.cast(splits, tl.int64) * N * C + row, squares, mask=c < C)
     if MASKED:
         if block == 0:
             tl.store(counts + split * N + n + tl.arange(0, 1), total)
@@ -188,7 +188,7 @@ def batch_of(partial, counts, block, N, C, P, run, splits, BR: tl.constexpr, BA:
         at = partial + row.to(tl.int64) * C + c
         size = part_sizes(counts, row, row < rows, N, P, run, MASKED)
         part_mean = tl.load(at, mask=real, other=0.0)
-        part_squares = tl.load(at + rows.to(tl.int64) * C, mask=real, other=0.0)
+        part_squares = tl.load(at + tl.cast(rows, tl.int64) * C, mask=real, other=0.0)
         count, mean, squares = absorb(count, mean, squares, size, part_mean, part_squares)
     return conclude(count, mean, squares, 0)
 
@@ -200,19 +200,19 @@ def features_of(
 ):  # fmt: skip
     """Eqs 12, 13 of a block of samples and groups, rows of ``C / groups`` features: mean and variance, ``[BQ]``."""
     K = C // groups
-    q = block.to(tl.int64) * BQ + tl.arange(0, BQ)[:, None]
-    in_q = q < N.to(tl.int64) * groups
+    q = tl.cast(block, tl.int64) * BQ + tl.arange(0, BQ)[:, None]
+    in_q = q < tl.cast(N, tl.int64) * groups
     mean = tl.zeros([BQ, BK], tl.float32)
     squares = tl.zeros([BQ, BK], tl.float32)
     count = tl.zeros([BQ, BK], tl.float32)
-    plane = splits * N.to(tl.int64) * C
+    plane = splits * tl.cast(N, tl.int64) * C
     for split in range(splits):
         row = split * N + q // groups
         size = part_sizes(counts, row, in_q, N, P, run, MASKED)
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)[None, :]
             real = in_q & (k < K)
-            at = partial + split * N.to(tl.int64) * C + q * K + k
+            at = partial + split * tl.cast(N, tl.int64) * C + q * K + k
             part_mean = tl.load(at, mask=real, other=0.0)
             part_squares = tl.load(at + plane, mask=real, other=0.0)
             part = tl.where(k < K, size, 0.0)
@@ -223,7 +223,7 @@ def features_of(
 @triton.jit
 def samples_of(counts, N, P, splits, BR: tl.constexpr, MASKED: tl.constexpr):
     """``m``, the samples with any real entry, and all entries."""
-    m, entries = N.to(tl.float32), N.to(tl.float32) * P
+    m, entries = tl.cast(N, tl.float32), tl.cast(N, tl.float32) * P
     if MASKED:
         m, entries = 0.0, 0.0
         for start in range(0, N, BR):
@@ -285,7 +285,7 @@ def join(
     else:
         mean_F, var_F = features_of(partial, counts, program - blocks, N, C, P, run, splits, groups, BQ, BK, MASKED)
         q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
-        width = N.to(tl.int64) * groups
+        width = tl.cast(N, tl.int64) * groups
         store_statistics(statistics + 4 * C, q, width, mean_F, var_F, w_F, eps, q < width)
     if batch_mean is not None:
         tl.debug_barrier()  # all threads have stored before one says so
@@ -308,7 +308,7 @@ def update(
     for start in range(0, C, BA):
         var = tl.load(statistics + C + start + lane, mask=start + lane < C, other=0.0, cache_modifier=".cg")
         bad += tl.sum(tl.where(var < float("inf"), 0.0, 1.0), 0)  # NaN is not less, either
-    width = N.to(tl.int64) * groups
+    width = tl.cast(N, tl.int64) * groups
     features = statistics + 4 * C
     for start in range(0, groups, BA):
         var = over_samples(features + width, counts, start, N, groups, splits, BR, BA, MASKED)
@@ -360,7 +360,7 @@ def over_samples(features, counts, start, N, groups, splits, BR: tl.constexpr, B
             for split in range(splits):
                 size += tl.load(counts + split * N + n, mask=n < N, other=0.0)
             real = real & (size > 0)
-        total += tl.load(features + n.to(tl.int64) * groups + g, mask=real, other=0.0, cache_modifier=".cg")
+        total += tl.load(features + tl.cast(n, tl.int64) * groups + g, mask=real, other=0.0, cache_modifier=".cg")
     return tl.sum(total, 0)
 
 
@@ -414,8 +414,8 @@ def slope(z, ACTIVATION: tl.constexpr):
 def affine_of(statistics, gamma, beta, n, c, N, C, groups):
     """``a`` and ``b`` of a sample's features."""
     real = c < C
-    at = statistics + 4 * C + n.to(tl.int64) * groups + c // (C // groups)
-    width = N.to(tl.int64) * groups
+    at = statistics + 4 * C + tl.cast(n, tl.int64) * groups + c // (C // groups)
+    width = tl.cast(N, tl.int64) * groups
     a = tl.load(statistics + 2 * C + c, mask=real, other=0.0) + tl.load(at + 2 * width, mask=real, other=0.0)
     b = -(tl.load(statistics + 3 * C + c, mask=real, other=0.0) + tl.load(at + 3 * width, mask=real, other=0.0))
     if gamma is not None:
@@ -439,7 +439,7 @@ def apply(
     block, n, first, last = locate(C, P, run, splits, BC, BP)
     n = N - 1 - n  # what was measured last may still be in the cache
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
-    sample = n.to(tl.int64) * C * P
+    sample = tl.cast(n, tl.int64) * C * P
     a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
     for start in range(first, last, BP):
         p = start + lane
@@ -499,7 +499,7 @@ def join_inference(
         store_statistics(statistics, c, C, mean_B, var_B, w_B, eps, c < C)
     else:
         q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
-        width = N.to(tl.int64) * groups
+        width = tl.cast(N, tl.int64) * groups
         mean_F = tl.load(feature_mean + q % groups, mask=q < width, other=0.0)
         var_F = tl.load(feature_var + q % groups, mask=q < width, other=1.0)
         if not (E_F and STD_F):
@@ -519,7 +519,7 @@ def join_inference(
 @triton.jit
 def after_shares(shares, N, C, groups):
     """Where the partial results of backward stand."""
-    return shares + 2 * C + 2 * N.to(tl.int64) * groups
+    return shares + 2 * C + 2 * tl.cast(N, tl.int64) * groups
 
 
 @triton.jit
@@ -548,7 +548,7 @@ def measure_backward(
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
     block, n, first, last = locate(C, P, run, splits, BC, BP)
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
-    sample = n.to(tl.int64) * C * P
+    sample = tl.cast(n, tl.int64) * C * P
     mean = tl.load(statistics + c, mask=c < C, other=0.0)
     a, b = mean, mean
     if ACTIVATION is not None:
@@ -567,7 +567,7 @@ def measure_backward(
     row = ((first // run).to(tl.int64) * N + n) * C + c
     partial = after_shares(shares, N, C, groups)
     tl.store(partial + row, tl.sum(sums, AXIS), mask=c < C)
-    tl.store(partial + splits.to(tl.int64) * N * C + row, tl.sum(dots, AXIS), mask=c < C)
+    tl.store(partial + tl.cast(splits, tl.int64) * N * C + row, tl.sum(dots, AXIS), mask=c < C)
 
 
 @triton.jit(
@@ -609,8 +609,8 @@ def share_batch(
 ):  # fmt: skip
     """``p1``, ``p0`` and gradients of gamma and beta, of a block of features."""
     K = C // groups
-    width = N.to(tl.int64) * groups
-    plane = splits * N.to(tl.int64) * C
+    width = tl.cast(N, tl.int64) * groups
+    plane = splits * tl.cast(N, tl.int64) * C
     partial = after_shares(shares, N, C, groups)
     c = block * BA + tl.arange(0, BA)
     real = c < C
@@ -651,10 +651,10 @@ def share_features(
 ):  # fmt: skip
     """``q1`` and ``q0`` of a block of samples and groups."""
     K = C // groups
-    width = N.to(tl.int64) * groups
-    plane = splits * N.to(tl.int64) * C
+    width = tl.cast(N, tl.int64) * groups
+    plane = splits * tl.cast(N, tl.int64) * C
     partial = after_shares(shares, N, C, groups)
-    q = block.to(tl.int64) * BQ + tl.arange(0, BQ)
+    q = tl.cast(block, tl.int64) * BQ + tl.arange(0, BQ)
     real = q < width
     features = statistics + 4 * C
     mean_F = tl.load(features + q, mask=real, other=0.0)
@@ -665,7 +665,7 @@ def share_features(
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)[None, :]
             inside = real[:, None] & (k < K)
-            at = split * N.to(tl.int64) * C + q[:, None] * K + k
+            at = split * tl.cast(N, tl.int64) * C + q[:, None] * K + k
             sums = tl.load(partial + at, mask=inside, other=0.0)
             dots = tl.load(partial + plane + at, mask=inside, other=0.0)
             c = (q % groups)[:, None] * K + k
@@ -699,10 +699,10 @@ def apply_backward(
     block, n, first, last = locate(C, P, run, splits, BC, BP)
     n = N - 1 - n  # what was measured last may still be in the cache
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
-    sample = n.to(tl.int64) * C * P
+    sample = tl.cast(n, tl.int64) * C * P
     a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
-    q = shares + 2 * C + n.to(tl.int64) * groups + c // (C // groups)
-    width = N.to(tl.int64) * groups
+    q = shares + 2 * C + tl.cast(n, tl.int64) * groups + c // (C // groups)
+    width = tl.cast(N, tl.int64) * groups
     c1 = -(tl.load(shares + c, mask=c < C, other=0.0) + tl.load(q, mask=c < C, other=0.0))
     c0 = tl.load(shares + C + c, mask=c < C, other=0.0) + tl.load(q + width, mask=c < C, other=0.0)
     for start in range(first, last, BP):

@@ -25,11 +25,13 @@ from bln.kernels.plan import Over, Row, Shape
 KERNELS = ("measure", "apply", "measure_backward", "apply_backward")
 SHAPES = [(128, 64, 56 * 56), (128, 256, 28 * 28), (128, 512, 14 * 14), (128, 2048, 7 * 7), (32, 256, 14 * 14)]
 GROUPS = 8
-ROWS = [
-    Row(values, width, warps, 3, run)
-    for values, width, warps, run in product((1024, 2048, 4096, 8192), (128, 256, 512), (4, 8), (2**13, 2**14, 2**16))
-    if values <= run
-]
+WIDTHS = {False: (128, 256), True: (256, 512)}  # channels first
+
+
+def rows(channels_first: bool) -> list[Row]:
+    """The candidates."""
+    options = (2048, 4096, 8192), WIDTHS[channels_first], (4, 8), (1, 3), (2**14, 2**16)
+    return [Row(*row) for row in product(*options)]
 
 
 def over(name: str, row: Row, shape: Shape, itemsize: int) -> Over:
@@ -88,11 +90,12 @@ def main() -> None:
     options = parser.parse_args()
     types = [getattr(torch, name) for name in options.types]
     kinds = list(product(options.kernels, (False, True), (False, True)))
-    tiles = {row._replace(run=2**16) for row in ROWS}
     work = [
         (name, row, Shape(*shape, channels_first), dtype)
-        for (name, channels_first, short), row, dtype in product(kinds, tiles, types)
+        for (name, channels_first, short), dtype in product(kinds, types)
         for shape in shapes(short)
+        for row in rows(channels_first)
+        if row.run == 2**16  # it does not matter to the compiler
     ]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_some, [work[at :: options.processes * 4] for at in range(options.processes * 4)]))
@@ -104,7 +107,7 @@ def main() -> None:
             lying = Shape(*shape, channels_first)
             x, y = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
             copy = microseconds(lambda x=x, y=y: y.copy_(x), flush)
-            for row in ROWS:
+            for row in rows(channels_first):
                 launch = over(name, row, lying, dtype.itemsize)
                 given = arguments(name, lying, dtype, launch)
                 call = partial(launch, stream, *given)

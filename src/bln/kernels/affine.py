@@ -87,7 +87,8 @@ def after_groups(statistics, N, C, groups):
 @triton.jit(do_not_specialize=["N", "C", "P", "run", "splits", "groups"])
 def measure(
     x, mask, statistics, counts, N, C, P, run, splits, groups,
-    CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
+    CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Mean and squares around it, over a range of the positions of a sample.
 
@@ -101,6 +102,7 @@ def measure(
         counts: Where ``MASKED``, real positions are written here, ``[splits, N]``.
         N, C, P, groups: Samples, features, positions, groups of features.
         run, splits: Positions in a range, and how many ranges there are.
+        STAGES: Tiles under way at a time: a loop without matrix products is pipelined only if it says so.
     """
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
@@ -113,14 +115,14 @@ def measure(
     full = 0  # tiles without a bound to look at
     if not MASKED:
         full = (last - first) // BP
-        for tile in range(full):
+        for tile in tl.range(full, num_stages=STAGES):
             at = offsets(c, first + tile * BP + lane, C, P, CHANNELS_FIRST)
             v = tl.load(sample + at, mask=c < C, other=0.0).to(tl.float32)
             moved = v - mean
             mean += moved * (1.0 / (tile + 1))
             squares += moved * (v - mean)
         count += full
-    for start in range(first + full * BP, last, BP):
+    for start in tl.range(first + full * BP, last, BP, num_stages=STAGES):
         p = start + lane
         real = is_real(mask, n, p, P, MASKED)
         v = tl.load(sample + offsets(c, p, C, P, CHANNELS_FIRST), mask=real & (c < C), other=0.0).to(tl.float32)
@@ -431,8 +433,8 @@ def affine_of(statistics, gamma, beta, n, c, N, C, groups):
 )
 def apply(
     x, y, residual, mask, statistics, gamma, beta, N, C, P, run, splits, groups,
-    CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """``y = g(a x + b + residual)`` at a range of the positions of a sample; hidden entries come out 0."""
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
@@ -441,7 +443,7 @@ def apply(
     c, lane = indices(block, BC, BP, CHANNELS_FIRST)
     sample = tl.cast(n, tl.int64) * C * P
     a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
-    for start in range(first, last, BP):
+    for start in tl.range(first, last, BP, num_stages=STAGES):
         p = start + lane
         inside = (p < P) & (c < C)
         at = offsets(c, p, C, P, CHANNELS_FIRST)
@@ -540,8 +542,8 @@ def incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION: tl.constexpr
 )
 def measure_backward(
     x, dy, residual, mask, statistics, gamma, beta, shares, N, C, P, run, splits, groups,
-    CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Sums of ``dy`` and of ``dy (x - mean_B)`` over a range of positions, written behind ``shares``."""
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
@@ -555,7 +557,7 @@ def measure_backward(
         a, b = affine_of(statistics, gamma, beta, n, c, N, C, groups)
     sums = tl.zeros([BC, BP] if CHANNELS_FIRST else [BP, BC], tl.float32)
     dots = tl.zeros([BC, BP] if CHANNELS_FIRST else [BP, BC], tl.float32)
-    for start in range(first, last, BP):
+    for start in tl.range(first, last, BP, num_stages=STAGES):
         p = start + lane
         inside = is_real(mask, n, p, P, MASKED) & (c < C)
         at = offsets(c, p, C, P, CHANNELS_FIRST)
@@ -691,8 +693,8 @@ def share_features(
 )
 def apply_backward(
     x, dy, residual, dx, d_residual, mask, statistics, gamma, beta, shares, N, C, P, run, splits, groups,
-    CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """``dx = a dy + c1 x + c0`` at a range of the positions of a sample, ``dy`` taken before the nonlinearity."""
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
@@ -705,7 +707,7 @@ def apply_backward(
     width = tl.cast(N, tl.int64) * groups
     c1 = -(tl.load(shares + c, mask=c < C, other=0.0) + tl.load(q, mask=c < C, other=0.0))
     c0 = tl.load(shares + C + c, mask=c < C, other=0.0) + tl.load(q + width, mask=c < C, other=0.0)
-    for start in range(first, last, BP):
+    for start in tl.range(first, last, BP, num_stages=STAGES):
         p = start + lane
         inside = (p < P) & (c < C)
         at = offsets(c, p, C, P, CHANNELS_FIRST)

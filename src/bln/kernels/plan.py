@@ -45,6 +45,7 @@ class Row(NamedTuple):
     """Of a tile along the contiguous axis, in bytes, unless the axis is shorter."""
     warps: int
     stages: int
+    """Tiles under way at a time."""
     run: int = 2**16
     """Values that a program handles: whole tiles, as many as there are positions for."""
 
@@ -99,7 +100,7 @@ def tile(shape: Shape, itemsize: int, row: Row) -> Tile:
     splits = -(-tiles // max(1, row.run // (features * positions)))
     run = -(-tiles // splits) * positions  # ranges of one length, but for the last
     splits = -(-p // run)
-    constants = {"CHANNELS_FIRST": channels_first, "BC": features, "BP": positions, "VEC": vec}
+    constants = {"CHANNELS_FIRST": channels_first, "BC": features, "BP": positions, "VEC": vec, "STAGES": row.stages}
     return Tile(constants, n * splits * -(-c // features), run, splits)
 
 
@@ -128,7 +129,6 @@ class Launch:
         numbers: The arguments behind pointers.
         constants: The constants behind those, in the order of the kernel.
         num_warps: Warps in a program.
-        stages: Of software pipelines.
     """
 
     def __init__(
@@ -138,10 +138,9 @@ class Launch:
         numbers: tuple[float, ...],
         constants: dict[str, Any],
         num_warps: int = 4,
-        stages: int = 3,
     ) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self.options = {"num_warps": num_warps, "num_stages": stages}
+        self.options = {"num_warps": num_warps}
         self.rest = (*numbers, *constants.values())
         self.run: Any = None
 
@@ -171,7 +170,7 @@ class Over(Launch):
         over = tile(shape, itemsize, row)
         self.splits, self.sizes = over.splits, (n, c, p, over.run, over.splits, groups)
         constants = {**over.constants, **constants}
-        super().__init__(getattr(affine, name), over.programs, self.sizes, constants, row.warps, row.stages)
+        super().__init__(getattr(affine, name), over.programs, self.sizes, constants, row.warps)
 
 
 class Plan:

@@ -28,9 +28,10 @@ GROUPS = 8
 WIDTHS = {False: (128, 256), True: (256, 512)}  # channels first
 
 
-def rows(channels_first: bool) -> list[Row]:
+def rows(channels_first: bool, short: bool) -> list[Row]:
     """The candidates."""
-    options = (2048, 4096, 8192), WIDTHS[channels_first], (4, 8), (1, 3), (2**14, 2**16)
+    values = (1024, 2048, 4096) if short else (2048, 4096, 8192)
+    options = values, WIDTHS[channels_first], (4, 8), (1, 3), (2**14, 2**16)
     return [Row(*row) for row in product(*options)]
 
 
@@ -94,7 +95,7 @@ def main() -> None:
         (name, row, Shape(*shape, channels_first), dtype)
         for (name, channels_first, short), dtype in product(kinds, types)
         for shape in shapes(short)
-        for row in rows(channels_first)
+        for row in rows(channels_first, short)
         if row.run == 2**16  # it does not matter to the compiler
     ]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
@@ -107,7 +108,7 @@ def main() -> None:
             lying = Shape(*shape, channels_first)
             x, y = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
             copy = microseconds(lambda x=x, y=y: y.copy_(x), flush)
-            for row in rows(channels_first):
+            for row in rows(channels_first, short):
                 launch = over(name, row, lying, dtype.itemsize)
                 given = arguments(name, lying, dtype, launch)
                 call = partial(launch, stream, *given)

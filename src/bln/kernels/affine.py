@@ -149,6 +149,13 @@ def measure(
 
 
 @triton.jit
+def mixing(inverse, mix_eps, scale):
+    """The weights of eqs 16 and 24; a compiler may hand on numbers as float64."""
+    mix_eps, scale = tl.cast(mix_eps, tl.float32), tl.cast(scale, tl.float32)
+    return scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)
+
+
+@triton.jit
 def part_sizes(counts, row, real, N, P, run, MASKED: tl.constexpr):
     """Positions behind each row of ``partial``, that of a range ``row // N`` and a sample ``row % N``."""
     if MASKED:
@@ -276,7 +283,8 @@ def join(
     blocks = tl.cdiv(C, BA)
     m, entries = samples_of(counts, N, P, splits, BR, MASKED)
     inverse = 1 / tl.maximum(m, 1.0)
-    w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 16
+    w_B, w_F = mixing(inverse, mix_eps, scale)
+    eps = tl.cast(eps, tl.float32)
     if program < blocks:
         mean_B, var_B = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
         c = program * BA + tl.arange(0, BA)
@@ -305,6 +313,7 @@ def update(
     N, C, splits, groups, m, entries, momentum, BR: tl.constexpr, BA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Average the population with a mini-batch, unless its statistics are not finite: ``Population.update``."""
+    momentum = tl.cast(momentum, tl.float32)
     lane = tl.arange(0, BA)
     bad = 0.0
     for start in range(0, C, BA):
@@ -487,7 +496,8 @@ def join_inference(
     blocks = tl.cdiv(C, BA)
     m, _ = samples_of(counts, N, P, splits, BR, MASKED)
     inverse = tl.where(tl.load(updates + 4) > 0, tl.load(inverse_m), 1 / tl.maximum(m, 1.0))
-    w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 24
+    w_B, w_F = mixing(inverse, mix_eps, scale)
+    eps = tl.cast(eps, tl.float32)
     if program < blocks:
         c = program * BA + tl.arange(0, BA)
         mean_B = tl.load(batch_mean + c, mask=c < C, other=0.0)
@@ -593,7 +603,8 @@ def join_backward(
     blocks = tl.cdiv(C, BA)
     tail = after_groups(statistics, N, C, groups)
     inverse, entries = tl.load(tail), tl.load(tail + 1)
-    w_B, w_F = scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)  # eq 16
+    w_B, w_F = mixing(inverse, mix_eps, scale)
+    eps = tl.cast(eps, tl.float32)
     block = tl.program_id(0)
     if block < blocks:
         share_batch(shares, statistics, gamma, gradients, block, N, C, splits, groups, w_B, w_F, entries, eps, BR, BA)

@@ -46,28 +46,28 @@ class Row(NamedTuple):
     warps: int
     stages: int
     """Tiles under way at a time."""
-    run: int = 2**16
+    run: int
     """Values that a program handles: whole tiles, as many as there are positions for."""
 
 
 TABLE = {
     # kernel, channels first, fewer than SHORT positions: as benchmarks/tune.py prints it on an H200
-    ("measure", False, False): Row(4096, 128, 4, 3),
-    ("measure", False, True): Row(4096, 128, 4, 3),
-    ("measure", True, False): Row(4096, 128, 4, 3),
-    ("measure", True, True): Row(4096, 128, 4, 3),
-    ("apply", False, False): Row(8192, 256, 4, 3),
-    ("apply", False, True): Row(8192, 256, 4, 3),
-    ("apply", True, False): Row(8192, 512, 4, 3),
-    ("apply", True, True): Row(8192, 512, 4, 3),
-    ("measure_backward", False, False): Row(4096, 128, 4, 3),
-    ("measure_backward", False, True): Row(4096, 128, 4, 3),
-    ("measure_backward", True, False): Row(2048, 256, 8, 3),
-    ("measure_backward", True, True): Row(2048, 256, 8, 3),
-    ("apply_backward", False, False): Row(8192, 256, 4, 3),
-    ("apply_backward", False, True): Row(8192, 256, 4, 3),
-    ("apply_backward", True, False): Row(2048, 512, 4, 3),
-    ("apply_backward", True, True): Row(2048, 512, 4, 3),
+    ("measure", False, False): Row(2048, 128, 4, 3, 65536),
+    ("measure", False, True): Row(4096, 128, 4, 1, 65536),
+    ("measure", True, False): Row(4096, 256, 4, 1, 65536),
+    ("measure", True, True): Row(2048, 256, 4, 1, 65536),
+    ("apply", False, False): Row(8192, 256, 8, 3, 16384),
+    ("apply", False, True): Row(4096, 256, 4, 3, 16384),
+    ("apply", True, False): Row(8192, 512, 4, 3, 16384),
+    ("apply", True, True): Row(2048, 256, 4, 3, 65536),
+    ("measure_backward", False, False): Row(2048, 128, 4, 3, 65536),
+    ("measure_backward", False, True): Row(2048, 256, 4, 3, 16384),
+    ("measure_backward", True, False): Row(4096, 256, 4, 3, 16384),
+    ("measure_backward", True, True): Row(1024, 256, 4, 3, 16384),
+    ("apply_backward", False, False): Row(8192, 256, 8, 3, 16384),
+    ("apply_backward", False, True): Row(4096, 256, 4, 3, 16384),
+    ("apply_backward", True, False): Row(8192, 512, 8, 3, 16384),
+    ("apply_backward", True, True): Row(1024, 256, 4, 3, 65536),
 }
 SHORT = 256
 

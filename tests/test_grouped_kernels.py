@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -63,12 +64,12 @@ def poisoned():
 @contextmanager
 def small_tiles(features=4, positions=8, tiles=2, rows=4, across=4, pairs=2, width=2):
     """Small inputs have several blocks of features, tiles in a range, ranges, and steps of all that joins them."""
-    chosen_before = plan.tile
+    chosen_before, lengths = plan.tile, itertools.cycle([tiles, 1, tiles + 1])  # not the same for all launches
 
-    def tile(shape, itemsize):
-        run = positions * tiles
+    def tile(shape, *given):
+        run = positions * next(lengths)
         splits = -(-shape.p // run)
-        chosen = chosen_before(shape, itemsize)
+        chosen = chosen_before(shape, *given)
         return chosen._replace(
             constants={**chosen.constants, "BC": features, "BP": positions},
             programs=shape.n * splits * -(-shape.c // features), run=run, splits=splits,
@@ -81,7 +82,7 @@ def small_tiles(features=4, positions=8, tiles=2, rows=4, across=4, pairs=2, wid
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "tile", tile)
         patch.setattr(plan, "joining_tile", joining_tile)
-        patch.setattr(plan, "_plans", {})
+        patch.setattr(grouped, "_calls", {})  # plans are made anew
         yield
 
 
@@ -229,7 +230,7 @@ def test_gradients_are_the_same_bits_each_time():
     with small_tiles():
         for _ in range(2):
             x, gamma = x.detach().requires_grad_(), gamma.detach().requires_grad_()
-            y, _ = grouped.train(x, gamma, *rest)
+            y = grouped.train(x, gamma, *rest)
             found.append([y, *torch.autograd.grad(y, [x, gamma], dy)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -242,7 +243,7 @@ def test_what_stands_at_hidden_entries_does_not_matter():
         x, gamma, beta, *rest = arguments(case)
         dy = torch.ones_like(x).masked_fill(on_device(hidden), value)
         x = x.requires_grad_()
-        y, _ = grouped.train(x, gamma, beta, *rest)
+        y = grouped.train(x, gamma, beta, *rest)
         found.append([y, *torch.autograd.grad(y, x, dy)])
         assert not y[on_device(hidden)].any()
         assert not found[-1][1][on_device(hidden)].any()
@@ -257,7 +258,7 @@ def test_an_output_lies_as_its_input(channel_dim):
         torch.randn(4, 6, 5, 3).movedim(2, -1),
     ):  # fmt: skip
         groups = 3 if channel_dim == 1 else 1
-        y, _ = grouped.train(on_device(x), None, None, None, channel_dim % 4, Spec.of(groups=groups))
+        y = grouped.train(on_device(x), None, None, None, channel_dim % 4, Spec.of(groups=groups))
         if x.is_contiguous() or x.movedim(channel_dim, -1).is_contiguous():
             assert y.stride() == x.stride()
 
@@ -279,7 +280,7 @@ def both_update(mine, theirs, x, mask, channel_dim, spec, momentum):
     """One mini-batch enters by the kernel, and by operators with the kernel's statistics."""
     with poisoned():
         y, statistics = grouped.train_with_statistics(x, None, None, mask, channel_dim, spec)
-        also, _ = grouped.train(x, None, None, mask, channel_dim, spec, (mine, momentum))
+        also = grouped.train(x, None, None, mask, channel_dim, spec, (mine, momentum))
     torch.testing.assert_close(y, also, rtol=0, atol=0, equal_nan=True)
     rows = list(x.shape)
     rows.pop(channel_dim)
@@ -355,9 +356,9 @@ def test_a_mini_batch_that_is_not_finite_changes_nothing(momentum, tiling):
 def test_one_entry_leaves_the_variance_as_it_was():
     mine, theirs = Population(4, (), groups=2).to(DEVICE), Population(4, (), groups=2).to(DEVICE)
     spec = Spec.of(groups=2)
-    mask = torch.zeros(3, 5, dtype=torch.bool)
-    mask[1, 2] = True
-    for x, mask in ((torch.randn(1, 4), None), (torch.randn(3, 4, 5), mask), (torch.randn(1, 4), None)):
+    one = torch.zeros(3, 5, dtype=torch.bool)
+    one[1, 2] = True
+    for x, mask in ((torch.randn(1, 4), None), (torch.randn(3, 4, 5), one), (torch.randn(1, 4), None)):
         both_update(mine, theirs, on_device(x), on_device(mask), 1, spec, 0.1)
     same_population(mine, theirs)
     assert mine.updates.tolist() == [3, 0, 3, 3, 3]
@@ -369,7 +370,7 @@ def test_a_mask_that_hides_everything_gives_zeros_and_no_update():
     before = copy.deepcopy(mine)
     x = torch.full((3, 4, 5), torch.nan, device=DEVICE, requires_grad=True)
     mask = torch.zeros(3, 5, dtype=torch.bool, device=DEVICE)
-    y, _ = grouped.train(x, None, None, mask, 1, Spec.of(groups=2), (mine, 0.1))
+    y = grouped.train(x, None, None, mask, 1, Spec.of(groups=2), (mine, 0.1))
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert not y.any()
     assert not dx.any()
@@ -527,7 +528,7 @@ def test_nonlinearities_and_residuals(activation, with_residual, masked, dtype, 
         inputs = [t.requires_grad_() for t in given if t is not None]
         with poisoned():
             if engine == "kernels":
-                y, _ = grouped.train(*given[:3], mask, 1, spec, None, given[3], activation)
+                y = grouped.train(*given[:3], mask, 1, spec, None, given[3], activation)
             else:
                 y = reference(*given, mask, spec, activation)
             found.append([y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))])
@@ -541,7 +542,7 @@ def test_a_gradient_of_the_residual_may_be_wanted_or_not(gradient_of_residual_fi
     (x, gamma, beta, residual, _), spec = activated_case((4, 6, 7), torch.float32, False, True)
     for wanted in (gradient_of_residual_first, not gradient_of_residual_first):
         r = residual.detach().requires_grad_(wanted)
-        y, _ = grouped.train(x.requires_grad_(), gamma, beta, None, 1, spec, None, r, "silu")
+        y = grouped.train(x.requires_grad_(), gamma, beta, None, 1, spec, None, r, "silu")
         y.sum().backward()
         assert (r.grad is not None) is wanted
 
@@ -561,7 +562,7 @@ def test_second_derivatives(activation, residual_kind):
         if double:
             y = reference(*given, None, spec, activation)
         else:
-            y, _ = grouped.train(*given[:3], None, 1, spec, None, given[3], activation)
+            y = grouped.train(*given[:3], None, 1, spec, None, given[3], activation)
         first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
         second = torch.autograd.grad(first[0].square().sum(), inputs)
         found.append([*first, *second])
@@ -589,7 +590,7 @@ def test_a_residual_that_is_not_as_the_input_is(kind, activation):
     found = []
     for other in (given, given.expand(x.shape).to(x.dtype).contiguous()):
         other = other.detach().requires_grad_()
-        y, _ = grouped.train(x, gamma, beta, None, 1, spec, None, other, activation)
+        y = grouped.train(x, gamma, beta, None, 1, spec, None, other, activation)
         (gradient,) = torch.autograd.grad(y, other, torch.ones_like(y))
         assert gradient.dtype == other.dtype
         found.append([y, gradient.to(x.dtype).sum(0) if kind == "one sample" else gradient.to(x.dtype)])
@@ -618,26 +619,29 @@ def parameters_of(kernel):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("channels_first", [True, False])
 def test_a_compiled_kernel_gets_arguments_and_constants_in_its_order(channels_first, masked, activation, monkeypatch):
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    planned = plan.Plan(plan.Shape(3, 6, 40, channels_first), 4, 2, masked, activation)
+    monkeypatch.setattr(plan, "INTERPRETED", False)
+    spec = Spec(2, False, 0.5, 0.25, True)
+    planned = plan.Plan(plan.Shape(3, 6, 40, channels_first), 4, spec, masked, activation)
+    known = {"N": 3, "C": 6, "P": 40, "groups": 2, "mix_eps": 0.25, "scale": 6**-0.5, "eps": 0.5, "MASKED": masked}
+    known |= {"ACTIVATION": activation, "CHANNELS_FIRST": channels_first}
     found = dict(launches(planned))
     assert len({id(launch.kernel) for launch in found.values()}) == 7
     for name, launch in found.items():
         names, constants = parameters_of(launch.kernel)
         assert list(launch.constants) == constants, name
         assert names + constants == list(inspect.signature(launch.kernel.fn).parameters), name
-        calls = []
-        launch.compiled = SimpleNamespace(
-            run=lambda *given, calls=calls: calls.append(given), function="function", packed_metadata="metadata"
-        )  # fmt: skip
-        launch(*names)
+        pointers, calls = names[: len(names) - len(launch.numbers)], []
+        compiled = SimpleNamespace(run=lambda *given: calls.append(given), function="function", packed_metadata="data")  # noqa: B023
+        launch.kernel = {(launch.programs,): lambda *given, **options: compiled}  # noqa: B023
+        tensor = torch.zeros(4)
+        for _ in range(2):  # the first compiles
+            launch(77, tensor, *pointers[1:])
         ((*grid, stream, function, metadata, _, _, _), rest) = calls[0][:9], calls[0][9:]
-        assert (grid, stream, function, metadata) == ([*launch.grid, 1, 1], 77, "function", "metadata")
-        assert list(rest) == [*names, *launch.constants.values()], name
-
-
-NEVER_SPECIALIZED = ["N", "C", "P", "run", "splits", "groups"]
+        assert (grid, stream, function, metadata) == ([launch.programs, 1, 1], 77, "function", "data")
+        given = dict(zip(names + constants, rest, strict=True))
+        assert given[pointers[0]] == tensor.data_ptr()
+        assert all(given[each] == each for each in pointers[1:]), name
+        assert given | {each: value for each, value in known.items() if each in given} == given, name
 
 
 def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
@@ -645,20 +649,20 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
     kinds, call = {}, plan.Launch.__call__
 
     def kind(name, value):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):  # the kernels do not look at the alignment of small ones
             anywhere = name in ("gamma", "beta", *Population(1, ())._buffers)
             return value.dtype, anywhere or value.data_ptr() % 16 == 0
-        return type(value), value is None or name in NEVER_SPECIALIZED or type(value) is float
+        return type(value), value is None or type(value) is float  # of an integer, Triton compiles for some values
 
-    def watched(self, *arguments):
+    def watched(self, stream, *pointers):
         names, _ = parameters_of(self.kernel)
-        found = {name: kind(name, value) for name, value in zip(names, arguments, strict=True)}
+        found = {name: kind(name, value) for name, value in zip(names, pointers, strict=False)}
         assert found == kinds.setdefault(self, found), self.kernel.fn.__name__
         assert all(good for _, good in found.values()), (self.kernel.fn.__name__, found)
-        call(self, *arguments)
+        call(self, stream, *pointers)
 
     monkeypatch.setattr(plan.Launch, "__call__", watched)
-    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(grouped, "_calls", {})
 
     def unaligned(tensor):
         """A copy that begins 1, 2 or 4 bytes behind a boundary."""
@@ -674,7 +678,7 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
                 layer = bln.BatchLayerNorm(4, groups=2, momentum=momentum, eps=eps, mix_eps=mix_eps).to(DEVICE)
                 x.requires_grad_(), residual.requires_grad_(wanted)
                 both = x, gamma, beta, mask, 1, layer.spec
-                y, _ = grouped.train(*both, (layer.population, momentum), residual, "silu")
+                y = grouped.train(*both, (layer.population, momentum), residual, "silu")
                 y.backward(dy)
                 grouped.infer(*both, layer.population, StatisticsConfig.parse("FFFF"), residual, "silu")
                 assert torch.isfinite(y).all()
@@ -684,7 +688,16 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
 
 
 @pytest.fixture
-def chosen(monkeypatch):
+def ordinary(monkeypatch):
+    """The layer has not met the kernels yet, and finds a device where there is none."""
+    monkeypatch.setattr(bln.layer, "_quick", None)
+    monkeypatch.setattr(grouped, "_calls", {})
+    if not GPU:
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+
+
+@pytest.fixture
+def chosen(monkeypatch, ordinary):
     """The layer takes the kernels, as it does on a GPU."""
     monkeypatch.setattr(bln.functional, "_on_gpu", lambda x: True)
 
@@ -730,7 +743,9 @@ if GPU:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize(("shape", "channel_dim", "options"), LAYERS, ids=str)
-def test_the_layer_with_kernels_is_the_layer_without(shape, channel_dim, options, masked, launched, monkeypatch):
+def test_the_layer_with_kernels_is_the_layer_without(
+    shape, channel_dim, options, masked, launched, ordinary, monkeypatch
+):
     mine = layer_of(shape[channel_dim], channel_dim, **options)
     theirs = copy.deepcopy(mine)
     for _ in range(3):
@@ -738,6 +753,8 @@ def test_the_layer_with_kernels_is_the_layer_without(shape, channel_dim, options
         rest = [on_device(random_mask(shape, channel_dim))] if masked else []
         for layer, yes in ((mine, True), (theirs, False)):
             monkeypatch.setattr(bln.functional, "_on_gpu", lambda x, yes=yes: yes)
+            if not yes:
+                monkeypatch.setattr(bln.layer, "_quick", None)
             launched.clear()
             trained = step(layer.train(), x, *rest)
             assert launched == (FORWARD + BACKWARD if yes else [])
@@ -901,6 +918,6 @@ def test_the_traced_path_updates_the_population_as_the_eager_one(masked, momentu
         shape = (n, 6, 7)
         case = case_of(shape, groups=3, mask=random_mask(shape, 1) if masked else None)
         y, _ = grouped.train_traced(*arguments(case), (mine, momentum))
-        expected, _ = grouped.train(*arguments(case), (theirs, momentum))
+        expected = grouped.train(*arguments(case), (theirs, momentum))
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)  # the map is fused in other ways
     assert all(torch.equal(value, getattr(theirs, name)) for name, value in mine.named_buffers())

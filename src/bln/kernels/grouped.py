@@ -79,23 +79,18 @@ class Call:
 def _called(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
     residual: Tensor | None, activation: str | None,
-) -> tuple[Tensor, Tensor | None, Call]:  # fmt: skip
-    """Input and residual as a plan can read them, with features last if need be, and the call.
-
-    Copies are made here, where autograd sees them, for the sake of second derivatives.
-    """
+) -> tuple[Tensor, Call]:  # fmt: skip
+    """The input as a plan can read it, with features last if need be, and the call."""
     planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
     if planned is None:
         x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
         planned = _plan(x, gamma, beta, mask, channel_dim, spec, residual, activation)
         assert planned is not None
-    x = _aligned(x)
-    residual = None if residual is None else _like(residual, x)
-    return x, residual, Call(planned, spec, channel_dim, mask, activation)
+    return x, Call(planned, spec, channel_dim, mask, activation)
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else _aligned(mask.contiguous()).view(torch.uint8)
+    return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 @on_its_device
@@ -111,7 +106,7 @@ def train(
     activation: str | None = None,
 ) -> tuple[Tensor, Call]:
     """``y``, and the call with the statistics that ``join`` wrote. With ``remember`` the population is updated."""
-    x, residual, call = _called(x, gamma, beta, mask, channel_dim, spec, residual, activation)
+    x, call = _called(x, gamma, beta, mask, channel_dim, spec, residual, activation)
     call.remember = remember
     return _Train.apply(x, gamma, beta, residual, call), call  # type: ignore[no-untyped-call]
 
@@ -126,7 +121,7 @@ def train_with_statistics(
         y, call = train(x, gamma, beta, mask, channel_dim, spec)
         found = call.found
     assert spec.groups is not None
-    features, groups = _parts(found, 4, x.shape[0], x.shape[channel_dim], spec.groups)
+    features, groups = _parts(found, x.shape[0], x.shape[channel_dim], spec.groups)
     return y, Statistics(features[0], features[1], groups[0], groups[1], found[-3])
 
 
@@ -141,8 +136,7 @@ def measured(x: Tensor, mask: Tensor | None, planned: Plan, launch: str = "__cal
 
 def _numbers(planned: Plan, spec: Spec) -> tuple[float, float, float]:
     """What the kernels know as ``mix_eps``, ``scale`` and ``eps``."""
-    scale = formula.weights(0.0, 0.0, planned.sizes[1], spec.dim_scale)[0]
-    return float(spec.mix_eps), scale, float(spec.eps)  # integers would be compiled for
+    return spec.mix_eps, formula.weights(0.0, 0.0, planned.sizes[1], spec.dim_scale)[0], spec.eps
 
 
 class _Train(torch.autograd.Function):
@@ -158,7 +152,7 @@ class _Train(torch.autograd.Function):
         call: Call,
     ) -> Tensor:
         planned = call.planned
-        real = _as_bytes(call.mask)
+        x, real = _aligned(x), _as_bytes(call.mask)
         partial, counts, found = measured(x, real, planned)
         if call.remember is None:
             planned.join(partial, counts, found, *[None] * 7, *planned.sizes, *call.numbers, 0.0)
@@ -167,10 +161,10 @@ class _Train(torch.autograd.Function):
             kept = buffers(population)
             written(kept)
             planned.join_updating(
-                partial, counts, found, *kept, *planned.sizes, *call.numbers,
-                -1.0 if momentum is None else float(momentum),
-            )  # fmt: skip
+                partial, counts, found, *kept, *planned.sizes, *call.numbers, -1.0 if momentum is None else momentum
+            )
         y = torch.empty_like(x)
+        residual = None if residual is None else _like(residual, x)
         planned.apply(x, y, residual, real, found, gamma, beta, *planned.sizes)
         ctx.call, ctx.with_residual = call, residual is not None
         ctx.save_for_backward(x, gamma, beta, residual if call.activation is not None else None, real, found, counts)
@@ -193,8 +187,7 @@ class _Train(torch.autograd.Function):
         dx = torch.empty_like(x)
         wanted = ctx.needs_input_grad[3]
         d_residual = torch.empty_like(x) if wanted and call.activation is not None else None
-        differentiate_both = planned.apply_backward if d_residual is None else planned.apply_backward_both
-        differentiate_both(x, dy, residual, dx, d_residual, real, found, gamma, beta, shares, *planned.sizes)
+        planned.apply_backward(x, dy, residual, dx, d_residual, real, found, gamma, beta, shares, *planned.sizes)
         if wanted and d_residual is None:
             d_residual = _coefficients.hide(dy, call.mask, call.channel_dim)
         return dx, _typed(d_gamma, gamma), _typed(d_beta, beta), d_residual, None
@@ -229,7 +222,7 @@ def shared(
 
 def _like(value: Tensor, x: Tensor) -> Tensor:
     """A tensor lying as ``x`` does, and aligned."""
-    if value.stride() == x.stride() and value.shape == x.shape and value.dtype == x.dtype:
+    if value.stride() == x.stride() and value.dtype == x.dtype:
         return _aligned(value)
     return torch.empty_like(x).copy_(value)
 
@@ -276,7 +269,7 @@ def infer(
     activation: str | None = None,
 ) -> Tensor:
     """Algorithm 2 of ``x`` in any configuration."""
-    x, residual, call = _called(x, gamma, beta, mask, channel_dim, spec, residual, activation)
+    x, call = _called(x, gamma, beta, mask, channel_dim, spec, residual, activation)
     normalized: Tensor = _Infer.apply(x, gamma, beta, residual, population, config, call)  # type: ignore[no-untyped-call]
     return normalized
 
@@ -296,7 +289,7 @@ class _Infer(torch.autograd.Function):
         call: Call,
     ) -> Tensor:
         planned, kept = call.planned, buffers(population)
-        real = _as_bytes(call.mask)
+        x, real = _aligned(x), _as_bytes(call.mask)
         if config.uses_batch or config.uses_features or real is not None:
             partial, counts, found = measured(x, real, planned)
         else:
@@ -305,7 +298,8 @@ class _Infer(torch.autograd.Function):
         bits = int("".join("1" if letter == "T" else "0" for letter in str(config)), 2)
         planned.join_inference[bits](partial, counts, found, *kept[:6], *planned.sizes, *call.numbers)
         y = torch.empty_like(x)
-        planned.apply(x, y, residual, real, found, gamma, beta, *planned.sizes)
+        beside = None if residual is None else _like(residual, x)
+        planned.apply(x, y, beside, real, found, gamma, beta, *planned.sizes)
         ctx.rest = call.mask, call.channel_dim, call.spec, population, config, call.activation
         ctx.save_for_backward(x, gamma, beta, residual, *kept)  # so that a change of the population is noticed
         return y
@@ -421,7 +415,7 @@ def train_traced(
         )  # fmt: skip
     found, counts = torch.ops.bln.grouped_join(
         x.detach(), _as_bytes(mask), *kept, channel_dim, spec.groups, spec.eps, spec.mix_eps, spec.dim_scale,
-        -1.0 if momentum is None else float(momentum),
+        -1.0 if momentum is None else momentum,
     )  # fmt: skip
     y = _Traced.apply(x, gamma, beta, mask, found, counts, channel_dim, spec)  # type: ignore[no-untyped-call]
     return y, found
@@ -434,10 +428,12 @@ def _over_positions(feature: Tensor, group: Tensor, x: Tensor, channel_dim: int)
     return each.reshape(n, *[1] * (channel_dim - 1), feature.shape[0], *[1] * (x.dim() - 1 - channel_dim))
 
 
-def _parts(found: Tensor, count: int, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """``count`` values for each feature, and as many for each sample and group, at the beginning of a buffer."""
-    features, rest = found[: count * c], found[count * c : count * (c + n * groups)]
-    return features.view(count, c).unbind(), rest.view(count, n, groups).unbind()
+def _parts(found: Tensor, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Values for each feature, and for each sample and group, that stand one after the other in a buffer."""
+    count = (found.shape[0]) // (c + n * groups)
+    return found[: count * c].view(count, c).unbind(), found[count * c :][: count * n * groups].view(
+        count, n, groups
+    ).unbind()
 
 
 class _Traced(torch.autograd.Function):
@@ -458,7 +454,7 @@ class _Traced(torch.autograd.Function):
         ctx.save_for_backward(x, gamma, mask, found, counts)
         ctx.channel_dim, ctx.spec, ctx.with_beta = channel_dim, spec, beta is not None
         assert spec.groups is not None
-        features, groups = _parts(found, 4, x.shape[0], x.shape[channel_dim], spec.groups)
+        features, groups = _parts(found, x.shape[0], x.shape[channel_dim], spec.groups)
         a = _over_positions(features[2], groups[2], x, channel_dim)
         b = -_over_positions(features[3], groups[3], x, channel_dim)
         along = -1, *[1] * (x.dim() - 1 - channel_dim)
@@ -480,11 +476,11 @@ class _Traced(torch.autograd.Function):
             spec.dim_scale,
         )  # fmt: skip
         n, c = x.shape[0], x.shape[channel_dim]
-        features, groups = _parts(found, 4, n, c, spec.groups)
+        features, groups = _parts(found, n, c, spec.groups)
         a = _over_positions(features[2], groups[2], x, channel_dim)
         if gamma is not None:
             a = gamma.float().view(-1, *[1] * (x.dim() - 1 - channel_dim)) * a
-        (p1, p0), (q1, q0) = _parts(shares, 2, n, c, spec.groups)
+        (p1, p0), (q1, q0) = _parts(shares, n, c, spec.groups)
         c1, c0 = (_over_positions(p, q, x, channel_dim) for p, q in ((p1, q1), (p0, q0)))
         dx = _coefficients.hide(a * dy.float() - c1 * x.float() + c0, mask, channel_dim).to(x.dtype)
         with_beta = d_beta if ctx.with_beta else None

@@ -128,7 +128,6 @@ class Plan:
         self.apply = Launch(affine.apply, over.programs, activated, 4)
         self.measure_backward = Launch(affine.measure_backward, over.programs, activated, 4)
         self.apply_backward = Launch(affine.apply_backward, over.programs, activated, 4)
-        self.apply_backward_both = Launch(affine.apply_backward, over.programs, activated, 4)  # the residual's, too
         self.join = Launch(affine.join, programs, joining, 4)
         self.join_updating = Launch(affine.join, programs, joining, 4)
         self.join_backward = Launch(affine.join_backward, programs, joining, 4)

@@ -15,11 +15,13 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from bln.kernels import backward, choices, forward, inference, population, sharing, synchronized, tiles
+from bln._spec import Spec
 from bln.kernels.launch import Given
+from bln.kernels.plan import Launch, Plan, Shape
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
 POPULATION = ["batch_mean", "batch_var", "feature_mean", "feature_var", "kept_inverse_m", "updates", "samples"]
-INPUTS, COUNTERS = ["x", "second", "y", "dy", "dx"], ["updates", "samples"]
+INPUTS, COUNTERS = ["x", "second", "y", "dy", "dx", "residual", "d_residual"], ["updates", "samples"]
 POINTERS = [
     "gamma",
     "beta",
@@ -34,6 +36,8 @@ POINTERS = [
     "finite",
     "message",
     "messages",
+    "mask",
+    "shares",
 ]
 
 
@@ -50,11 +54,12 @@ def build(kernel, name, dtype, warps, constants, pointers=()):
         elif each in COUNTERS:
             types[each] = "*i64"
         elif each in POINTERS or each in pointers:
-            types[each] = {"hidden": "*u8"}.get(each, "*fp32")
+            types[each] = {"hidden": "*u8", "mask": "*u8"}.get(each, "*fp32")
         else:
             long = each == "N" and constants.get("LONG")  # there may be as many rows as values
             types[each] = "fp32" if each in FLOATS else "i64" if long else "i32"
-    aligned = [each for each in names if types[each][0] == "*"]
+    anywhere = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
+    aligned = [each for each in names if types[each][0] == "*" and each not in anywhere]
     source = ASTSource(
         kernel,
         types,
@@ -100,8 +105,32 @@ def share(kernels, given, dtype):
         build(kernels.sweep, name, dtype, chosen.warps, constants | phase, ["inverse_m", "sums"])
 
 
+def plans(dtype, itemsize):
+    """All launches of the grouped layer, in both layouts, with and without what may be there."""
+    for shape, groups, masked, activation, full in (
+        (Shape(32, 64, 3136, True), 8, False, "relu", True), (Shape(32, 64, 3136, False), 8, False, None, False),
+        (Shape(4, 6, 49, True), 3, True, "gelu", False), (Shape(4, 1030, 50, False), 2, True, "silu", True),
+    ):  # fmt: skip
+        planned = Plan(shape, itemsize, Spec.of(groups=groups), masked, activation)
+        about = f"{tuple(shape)}{' masked' * masked} {activation}"
+        absent = [] if masked else ["mask", "counts"]
+        absent += [] if full else ["residual", "d_residual", "gamma", "beta"]
+        for name, launch in vars(planned).items():
+            each = [launch[at] for at in (0, 3, 12, 15)] if isinstance(launch, list) else [launch]
+            for one in each:
+                if not isinstance(one, Launch) or (itemsize == 2 and name.startswith("join")):
+                    continue  # what joins does not know the input's type
+                constants = one.constants | dict.fromkeys(absent)
+                constants |= dict.fromkeys(["d_residual"] if name == "apply_backward" else [])
+                constants |= dict.fromkeys([*POPULATION, "inverse_m"] if name == "join" else [])
+                known = [parameter.name for parameter in one.kernel.params]
+                constants = {key: value for key, value in constants.items() if key in known}
+                build(one.kernel, f"grouped {name} {about}", dtype, one.options["num_warps"], constants, ["inverse_m"])
+
+
 def main() -> None:
     for dtype, itemsize in (("*bf16", 2), ("*fp32", 4)):
+        plans(dtype, itemsize)
         for n, p, c, across, masked, pooled in (
             (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
             (25, 256, 6, True, False, False), (128, 49, 2048, True, False, False), (256, 197, 768, False, False, False),

@@ -755,7 +755,7 @@ def test_every_kernel_compiles_to_machine_code():
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
         "forward", "single", "backward", "inference", "shares", "merge", "unite", "pool", "add", "turn", "pack", "join",
-        "population",
+        "population", "grouped",
     }  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def _weighted(population: Population, name: str, value: Tensor, samples: Tensor)
 
 def _agree(layers: Mapping[str, BatchLayerNorm], ranks: Ranks) -> None:
     """Be about the same layers, and know the positions that any rank knows."""
-    mine = zlib.crc32(repr([(name, layer.num_features) for name, layer in layers.items()]).encode())
+    mine = zlib.crc32(repr([(name, layer.num_features, layer.groups) for name, layer in layers.items()]).encode())
     if len(set(ranks.meet(mine))) > 1:
         raise ValueError(f"ranks have models with different BatchLayerNorm layers; rank {ranks.rank} has {[*layers]}")
     rows = []

@@ -51,7 +51,7 @@ class Affine(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Scale and shift ``x``; with ``mask`` true at real entries, hidden ones come out 0."""
-        channel_dim = functional.check(x, mask, self.channel_dim)
+        channel_dim = functional.check(x, mask, self.channel_dim, empty=True)
         scale, shift = (self._at(tuple(x.shape), value, channel_dim) for value in (self.scale, self.shift))
         dtype = torch.promote_types(x.dtype, scale.dtype)
         y = torch.addcmul(shift.to(dtype), x.to(dtype), scale.to(dtype)).to(x.dtype)

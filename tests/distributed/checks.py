@@ -82,8 +82,8 @@ def against_the_oracle(
             mock.patch("bln.population.can_look", return_value=False),
         ):
             against_the_oracle(
-                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, only=only,
-                groups=groups,
+                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine,
+                only=only, groups=groups,
             )  # fmt: skip
         return
     torch.manual_seed(seed)

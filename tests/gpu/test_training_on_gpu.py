@@ -13,13 +13,7 @@ from bln.experiments.training import train, train_together
 
 CUDA = torch.device("cuda")
 RUNS = [(task, norm) for task in ("cnn", "rnn", "resnet") for norm in ("bln", "bn", "ln")]
-MORE = [
-    ("resnet", "bln-grouped"),
-    ("resnet", "bln-shared-no-scale"),
-    ("resnet", "batchrenorm"),
-    ("resnet", "gn"),
-    ("cnn", "bln-half"),
-]
+MORE = [("resnet", "bln-shared-no-scale"), ("resnet", "batchrenorm"), ("resnet", "gn"), ("cnn", "bln-half")]
 
 
 @pytest.fixture(autouse=True)

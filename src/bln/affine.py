@@ -75,7 +75,7 @@ class Affine(nn.Module):
 
     @property
     def _axis(self) -> int:
-        """Of features, in a sample."""
+        """The axis of features in a sample."""
         return self.channel_dim - 1 if self.channel_dim > 0 else self.channel_dim
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Affine:

@@ -81,7 +81,7 @@ class Population(nn.Module):
 
     @torch.no_grad()
     def mark_seen(self, names: list[str], updates: int | Tensor, m: int = 1) -> None:
-        """Have these statistics, put there from elsewhere, weigh as much as so many mini-batches of ``m`` samples."""
+        """Count imported statistics as the average of ``updates`` mini-batches of ``m`` samples."""
         for name in names:
             self.updates[STATISTICS.index(name)] = updates
             self.samples[STATISTICS.index(name)] = updates * m
@@ -108,7 +108,7 @@ class Population(nn.Module):
         return positions if known is None else known
 
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
-        """Which of the known positions an input uses."""
+        """Return the slices of the known positions that an input uses."""
         return window(positions, self.position_shape)
 
     # ---- learning
@@ -404,7 +404,7 @@ def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
 
 
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:
-    """Which of the known positions an input uses: all, or the first ones for a shorter sequence.
+    """Return the slices of the known positions that an input uses: all, or the first ones for a shorter sequence.
 
     Compiled, the longest is asked for nothing but what shorter ones are, so that one graph is for all lengths.
     """

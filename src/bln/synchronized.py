@@ -168,14 +168,14 @@ def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.devi
 
 
 def fit(value: Tensor, positions: tuple[int, ...]) -> Tensor:
-    """With zeros where a sequence has fewer positions than statistics are kept for."""
+    """Pad with zeros where a sequence has fewer positions than statistics are kept for."""
     if not positions or value.shape[0] == positions[0]:
         return value
     return torch.cat([value, value.new_zeros(positions[0] - value.shape[0], *value.shape[1:])])
 
 
 def _here(value: Tensor, positions: tuple[int, ...], rows: Tensor) -> Tensor:
-    """At the positions of the input."""
+    """Cut to the positions of the input."""
     return value[: rows.shape[1]] if positions and rows.shape[1] < positions[0] else value
 
 

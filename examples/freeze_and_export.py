@@ -35,7 +35,7 @@ def digits(batch_size=25, seed=0):
 def trained(train, epochs=4):
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(1, 16, 3), nn.Tanh(), bln.BatchLayerNorm(16, per_position=False, dim_scale=False),
+        nn.Conv2d(1, 16, 3), nn.Tanh(), bln.BatchLayerNorm(16, groups=8),
         nn.Conv2d(16, 32, 3), nn.Tanh(), bln.BatchLayerNorm(32), nn.Flatten(),
         nn.Linear(512, 64), nn.Tanh(), bln.BatchLayerNorm(64), nn.Linear(64, 10),
     )  # fmt: skip

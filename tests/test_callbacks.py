@@ -12,8 +12,9 @@ import bln
 from bln.callbacks import reset_each_epoch
 
 
-def test_each_pass_over_the_batches_is_an_epoch():
-    layer = bln.BatchLayerNorm(4, momentum=None)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_each_pass_over_the_batches_is_an_epoch(groups):
+    layer = bln.BatchLayerNorm(4, groups=groups, momentum=None)
     data = torch.randn(20, 4)
     loader = reset_each_epoch(layer, DataLoader(TensorDataset(data), 5, shuffle=True))
     assert len(loader) == 4

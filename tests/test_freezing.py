@@ -44,8 +44,8 @@ def frozen(model, *shape, example=False, batches=(1, 4)):
 
 
 def bare(d, **options):
-    """The layer as ``convert`` makes it: one map for all positions."""
-    return BatchLayerNorm(d, per_position=False, dim_scale=False, **options)
+    """The layer as ``convert`` makes it of BatchNorm: one map for all positions."""
+    return BatchLayerNorm(d, groups=2 if d % 2 == 0 else d, **options)
 
 
 class TestFolding:
@@ -109,12 +109,14 @@ class TestFolding:
         assert report.folded == {"1": "into 2"}
 
     @pytest.mark.parametrize("bias", [True, False])
-    def test_into_linear_layers_on_either_side(self, bias):
+    @pytest.mark.parametrize("groups", [None, 2])
+    def test_into_linear_layers_on_either_side(self, bias, groups):
         net = nn.Sequential(
-            nn.Linear(5, 4, bias=bias), BatchLayerNorm(4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid(), BatchLayerNorm(4),
-            nn.Dropout(), nn.Linear(4, 3, bias=bias),
+            nn.Linear(5, 4, bias=bias), BatchLayerNorm(4, groups=groups), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid(),
+            BatchLayerNorm(4, groups=groups), nn.Dropout(), nn.Linear(4, 3, bias=bias),
         )  # fmt: skip
-        _, report = frozen(trained(net, 6, 5), 6, 5)
+        # A pooled layer does not know that its inputs have no positions.
+        _, report = frozen(trained(net, 6, 5), 6, 5, example=groups is not None)
         assert report.folded == {"1": "into 0", "5": "into 7"}
 
     def test_two_layers_around_one(self):
@@ -124,12 +126,13 @@ class TestFolding:
 
     @pytest.mark.parametrize("channel_dim", [-1, 1])
     @pytest.mark.parametrize("per_position", [True, False])
+    @pytest.mark.parametrize("groups", [None, 2])
     @pytest.mark.parametrize("form", ["module", "function", "method"])
-    def test_through_a_flatten_into_a_linear_layer(self, channel_dim, per_position, form):
+    def test_through_a_flatten_into_a_linear_layer(self, channel_dim, per_position, groups, form):
         class Net(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.norm = BatchLayerNorm(4, channel_dim=channel_dim, per_position=per_position)
+                self.norm = BatchLayerNorm(4, groups=groups, channel_dim=channel_dim, per_position=per_position)
                 self.flatten = nn.Flatten()
                 self.head = nn.Linear(60, 3)
 
@@ -146,10 +149,12 @@ class TestFolding:
         assert report.folded == {"norm": "into head"}
 
     @pytest.mark.parametrize("channel_dim", [1, -1])
-    def test_a_shorter_sequence_uses_the_first_positions(self, channel_dim):
+    @pytest.mark.parametrize("groups", [None, 2])
+    def test_a_shorter_sequence_uses_the_first_positions(self, channel_dim, groups):
         """Folded behind a flatten, whose linear layer says how long it is, and kept as an operation."""
         long, short = ((6, 4, 9), (6, 4, 7)) if channel_dim == 1 else ((6, 9, 4), (6, 7, 4))
-        layer = trained(nn.Sequential(BatchLayerNorm(4, channel_dim=channel_dim)), *long)[0]
+        layer = BatchLayerNorm(4, groups=groups, per_position=True, channel_dim=channel_dim)
+        layer = trained(nn.Sequential(layer), *long)[0]
         head = nn.Linear(4 * 7, 3, dtype=torch.float64)
         _, report = frozen(nn.Sequential(copy.deepcopy(layer), nn.Flatten(), head), *short)
         assert report.folded == {"0": "into 2"}
@@ -225,8 +230,11 @@ def test_any_chain_of_layers_computes_what_it_did(data):
         elif kind == "norm":
             config = pick("TTTT", "TTTT", "TTTT", "TTFF")
             parts.append(
-                BatchLayerNorm(features, per_position=pick(True, False), config=config, bias=pick(True, False))
-            )
+                BatchLayerNorm(
+                    features, groups=pick(None, 2), per_position=pick(True, False), config=config,
+                    bias=pick(True, False),
+                )
+            )  # fmt: skip
         else:
             parts.append(nn.Tanh() if kind == "tanh" else nn.Dropout())
         features = getattr(parts[-1], "out_channels", features)
@@ -596,20 +604,22 @@ class TestReport:
         torch.testing.assert_close(affine(x), expected)
 
     @pytest.mark.parametrize("config", [str(c) for c in StatisticsConfig.all() if str(c) != "TTTT"])
-    def test_other_configurations_are_left_and_said_to_be(self, config):
-        net = trained(nn.Sequential(nn.Linear(4, 4), BatchLayerNorm(4)), 6, 4, config=config)
+    @pytest.mark.parametrize("groups", [None, 2])
+    def test_other_configurations_are_left_and_said_to_be(self, config, groups):
+        net = trained(nn.Sequential(nn.Linear(4, 4), BatchLayerNorm(4, groups=groups)), 6, 4, config=config)
         x = torch.randn(3, 4).double()
         expected = net(x)
         with pytest.warns(UserWarning, match=f"every layer is left as it is:\n  1: {config} looks at"):
             bln.freeze(net)
         assert torch.equal(net(x), expected)
 
-    def test_a_layer_without_statistics_is_left(self):
+    @pytest.mark.parametrize("groups", [None, 2])
+    def test_a_layer_without_statistics_is_left(self, groups):
         """Its ``1/m`` is that of each input; so at a position no sequence reached."""
-        net = nn.Sequential(nn.Linear(4, 4), BatchLayerNorm(4, config="TTTT"))
+        net = nn.Sequential(nn.Linear(4, 4), BatchLayerNorm(4, groups=groups, config="TTTT"))
         with pytest.warns(UserWarning, match="not been trained or calibrated"):
             bln.freeze(net)
-        tail = BatchLayerNorm(4, config="TTTT", channel_dim=-1, position_shape=9)
+        tail = BatchLayerNorm(4, groups=groups, per_position=True, config="TTTT", channel_dim=-1, position_shape=9)
         tail(torch.randn(5, 7, 4))
         with pytest.warns(UserWarning, match="at some position"):
             assert bln.freeze(tail) is tail
@@ -707,6 +717,14 @@ class TestAffine:
         y = bln.freeze(layer)(case.x, case.mask)
         assert y.dtype == dtype
         close(case.to_rows(y), expected, bound, "affine")
+
+    @pytest.mark.parametrize("shape", [(4,), (4, 6)])
+    def test_an_empty_batch_comes_out_empty(self, shape):
+        x = torch.randn(0, 4, 6, requires_grad=True)
+        y = Affine(torch.ones(shape), torch.ones(shape))(x, torch.ones(0, 6, dtype=torch.bool))
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert x.grad.shape == x.shape
 
     def test_it_is_one_operation(self):
         affine = Affine(torch.randn(4), torch.randn(4))

@@ -13,6 +13,8 @@ from bln.functional import batch_layer_norm
 from cases import Case, cases
 
 F64 = torch.float64
+FORMS = ({}, {"per_position": False}, {"groups": 3}, {"groups": 1}, {"groups": 1, "per_position": True})
+every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
 def call(case: Case, x=None, **kwargs):
@@ -132,18 +134,19 @@ def test_gradcheck_and_gradgradcheck(config, masked, per_position, groups):
 
 
 @pytest.mark.parametrize("per_position", [True, False])
+@pytest.mark.parametrize("groups", [None, 1, 8])
 @pytest.mark.parametrize("training", [True, False])
-def test_mean_2000_deviation_1_in_float32(per_position, training):
+def test_mean_2000_deviation_1_in_float32(per_position, groups, training):
     """Where E[x^2] - E[x]^2 would return rubbish: off by the squares' rounding, 2000^2 * 2^-23, half a variance."""
     x = 2000 + torch.randn(64, 32, 10)
     rows = x.double().movedim(1, -1).numpy()
-    options = {"eps": 1e-4, "mix_eps": 1e-4, "dim_scale": False}
-    s = oracle.measure(rows, None, per_position)
+    options = {"eps": 1e-4, "mix_eps": 1e-4, "dim_scale": False, "groups": groups}
+    s = oracle.measure(rows, None, per_position, groups)
     population = None
     if not training:
         population = Statistics(*(torch.zeros(()) for _ in range(4)), torch.tensor(1 / 64))
     y, used = batch_layer_norm(
-        x, per_position=per_position, dim_scale=False, population=population, config="FFFF", return_statistics=True
+        x, per_position=per_position, **options, population=population, config="FFFF", return_statistics=True
     )
     expected = oracle.train(rows, per_position=per_position, **options)
     spread = (s.var_B, s.var_F, np.asarray(1 / 64))
@@ -151,14 +154,16 @@ def test_mean_2000_deviation_1_in_float32(per_position, training):
     assert bound.max() < 0.02
     tolerance.close(y.movedim(1, -1), expected, bound, "y")
     np.testing.assert_allclose(used.batch_var, s.var_B, rtol=2e-3)  # 2000 * 2^-23 * ROUNDINGS, twice
+    np.testing.assert_allclose(used.feature_var.numpy(), s.var_F, rtol=2e-3)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -7.5, 300.0])
 @pytest.mark.parametrize("per_position", [True, False])
-def test_constant_inputs_give_the_shift(value, per_position):
+@pytest.mark.parametrize("groups", [None, 1, 5])
+def test_constant_inputs_give_the_shift(value, per_position, groups):
     x = torch.full((6, 5, 4), value, requires_grad=True)
     bias = torch.arange(5.0)
-    y = batch_layer_norm(x, bias=bias, per_position=per_position)
+    y = batch_layer_norm(x, bias=bias, per_position=per_position, groups=groups)
     bound = tolerance.ROUNDINGS * tolerance.epsilon(x.dtype) * (1 + abs(value)) / 0.01  # deviation: sqrt(eps)
     torch.testing.assert_close(y, bias[:, None].expand(y.shape), atol=bound, rtol=0)
     y.sum().backward()
@@ -182,16 +187,18 @@ def test_one_feature_has_right_gradients(masked):
     assert torch.autograd.gradcheck(lambda x, w: batch_layer_norm(x, w, mask=mask), (x, weight))
 
 
-def test_returned_statistics_are_detached():
+@pytest.mark.parametrize("groups", [None, 3])
+def test_returned_statistics_are_detached(groups):
     x = torch.randn(4, 3, requires_grad=True)
     for mask in (None, torch.ones(4, dtype=torch.bool)):
-        _, statistics = batch_layer_norm(x, mask=mask, return_statistics=True)
+        _, statistics = batch_layer_norm(x, mask=mask, groups=groups, return_statistics=True)
         assert not any(s.requires_grad for s in statistics)
 
 
-def test_variances_are_never_negative():
+@pytest.mark.parametrize("groups", [None, 3])
+def test_variances_are_never_negative(groups):
     x = torch.full((64, 33), 1000.0) + torch.randn(64, 33) * 1e-5
-    _, statistics = batch_layer_norm(x, return_statistics=True)
+    _, statistics = batch_layer_norm(x, groups=groups, return_statistics=True)
     assert (statistics.batch_var >= 0).all()
     assert (statistics.feature_var >= 0).all()
 
@@ -206,36 +213,40 @@ def test_single_sample_batch_is_layer_norm_up_to_mix_eps():
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_computes_in_float32_and_returns_the_input_type(layout, dtype):
+@pytest.mark.parametrize("groups", [None, 3])
+def test_autocast_computes_in_float32_and_returns_the_input_type(layout, dtype, groups):
     x = torch.randn(5, 6, 4, 4).to(dtype)
     x = x.to(memory_format=torch.channels_last) if layout == "channels last" else x
     weight = torch.randn(6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = batch_layer_norm(x, weight)
+        y = batch_layer_norm(x, weight, groups=groups)
     assert y.dtype == dtype
-    assert torch.equal(y, batch_layer_norm(x, weight))
+    assert torch.equal(y, batch_layer_norm(x, weight, groups=groups))
 
 
-def test_hidden_entries_do_not_matter():
+@every_form
+def test_hidden_entries_do_not_matter(form):
     x = torch.randn(5, 3, 6, dtype=F64)
     mask = torch.rand(5, 6) < 0.6
     mask[0] = True
     other = torch.where(mask[:, None], x, torch.randn_like(x) * 1e6)
-    a, b = (batch_layer_norm(value, mask=mask) for value in (x, other))
+    a, b = (batch_layer_norm(value, mask=mask, **form) for value in (x, other))
     assert torch.equal(a, b)
     assert (a.movedim(1, -1)[~mask] == 0).all()
 
 
-def test_a_full_mask_is_no_mask():
+@every_form
+def test_a_full_mask_is_no_mask(form):
     x = torch.randn(5, 3, 6, dtype=F64)
     mask = torch.ones(5, 6, dtype=torch.bool)
-    torch.testing.assert_close(batch_layer_norm(x, mask=mask), batch_layer_norm(x))
+    torch.testing.assert_close(batch_layer_norm(x, mask=mask, **form), batch_layer_norm(x, **form))
 
 
-def test_a_masked_batch_is_the_batch_without_the_hidden_samples():
+@every_form
+def test_a_masked_batch_is_the_batch_without_the_hidden_samples(form):
     x = torch.randn(5, 3, dtype=F64)
     mask = torch.tensor([True, False, True, True, False])
-    torch.testing.assert_close(batch_layer_norm(x, mask=mask)[mask], batch_layer_norm(x[mask]))
+    torch.testing.assert_close(batch_layer_norm(x, mask=mask, **form)[mask], batch_layer_norm(x[mask], **form))
 
 
 class TestBadInput:
@@ -331,8 +342,8 @@ class TestBadInput:
 
 
 @pytest.mark.parametrize("channel_dim", [1, -1])
-@pytest.mark.parametrize("per_position", [True, False])
-def test_backward_keeps_the_input_and_the_statistics(channel_dim, per_position):
+@pytest.mark.parametrize("form", [{}, {"per_position": False}, {"groups": 8}], ids=str)
+def test_backward_keeps_the_input_and_the_statistics(channel_dim, form):
     x = torch.randn((32, 24, 20) if channel_dim == 1 else (32, 20, 24), requires_grad=True)
     weight, bias = torch.ones(24, requires_grad=True), torch.zeros(24, requires_grad=True)
     kept: dict[int, int] = {}
@@ -342,7 +353,7 @@ def test_backward_keeps_the_input_and_the_statistics(channel_dim, per_position):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = batch_layer_norm(x, weight, bias, channel_dim=channel_dim, per_position=per_position)
+        y = batch_layer_norm(x, weight, bias, channel_dim=channel_dim, **form)
     assert y.requires_grad
     large = sum(size for size in kept.values() if size >= x.untyped_storage().nbytes())
     assert large == x.untyped_storage().nbytes()

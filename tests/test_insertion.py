@@ -28,9 +28,10 @@ class Mixed(nn.Module):
         return x.relu() + 1
 
 
-def test_each_place_gets_its_own_layer_behind_the_nonlinearity():
+@pytest.mark.parametrize("options", [{}, {"groups": 2}], ids=str)
+def test_each_place_gets_its_own_layer_behind_the_nonlinearity(options):
     model = Mixed()
-    net = bln.insert(model, torch.randn(2, 3, 8, 8))
+    net = bln.insert(model, torch.randn(2, 3, 8, 8), **options)
     found = list(bln.layers(net).values())
     assert [layer.num_features for layer in found] == [6, 6, 6, 4, 4]
     assert [layer.channel_dim for layer in found] == [1, 1, 1, -1, -1]
@@ -38,7 +39,7 @@ def test_each_place_gets_its_own_layer_behind_the_nonlinearity():
     y = net(x)
 
     def norm(x, channel_dim=1):
-        return bln.functional.batch_layer_norm(x, channel_dim=channel_dim)
+        return bln.functional.batch_layer_norm(x, channel_dim=channel_dim, **options)
 
     z = norm(torch.tanh(model.conv(x)))
     z = norm(torch.tanh(norm(torch.relu(model.again(z)))))

@@ -38,6 +38,15 @@ def assert_population(layer, expected, bound=1e-12):
         )  # fmt: skip
 
 
+FORMS = {
+    "per position": {},
+    "pooled": {"per_position": False},
+    "grouped": {"groups": 3},
+    "grouped, per position": {"groups": 3, "per_position": True},
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
 class TestPopulation:
     @given(st.data(), st.sampled_from([None, 0.1, 0.7, 0.0, 1.0]), st.booleans(), st.sampled_from([None, 1, 2]))
     def test_statistics_are_those_of_the_oracle(self, data, momentum, per_position, groups):
@@ -104,9 +113,9 @@ class TestPopulation:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
     @pytest.mark.parametrize("masked", [False, True])
-    @pytest.mark.parametrize("per_position", [True, False])
-    def test_a_mini_batch_that_is_not_finite_never_enters(self, bad, masked, per_position):
-        layer = BatchLayerNorm(3, per_position=per_position)
+    @every_form
+    def test_a_mini_batch_that_is_not_finite_never_enters(self, bad, masked, form):
+        layer = BatchLayerNorm(3, **form)
         mask = torch.ones(4, 5, dtype=torch.bool) if masked else None
         layer(torch.randn(4, 3, 5), mask)
         before = state(layer)
@@ -115,12 +124,13 @@ class TestPopulation:
         layer(x, mask)
         assert_same_state(layer, before)
         layer(torch.randn(4, 3, 5), mask)
-        assert layer.population.updates.max() == 2
+        assert layer.population.updates.unique().tolist() == [2]
 
+    @pytest.mark.parametrize("grouped", [False, True])
     @pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
-    def test_an_overflow_of_one_variance_alone_is_enough(self, shape):
+    def test_an_overflow_of_one_variance_alone_is_enough(self, shape, grouped):
         """A single sample has no batch variance to overflow, a single feature no feature variance."""
-        layer = BatchLayerNorm(shape[1])
+        layer = BatchLayerNorm(shape[1], groups=1 if grouped else None)
         x = torch.ones(shape)
         x.view(-1)[1] = 3e30
         layer(x)
@@ -132,15 +142,17 @@ class TestPopulation:
         layer(torch.randn(4, 2, 1000) * 1e18)
         assert layer.population.updates.all()
 
-    def test_float16_values_that_overflow_a_float16_square_do_enter(self):
-        layer = BatchLayerNorm(3)
+    @every_form
+    def test_float16_values_that_overflow_a_float16_square_do_enter(self, form):
+        layer = BatchLayerNorm(3, **form)
         x = torch.randn(8, 3).half() * 10000
-        layer(x)
+        assert layer(x).isfinite().all()
         torch.testing.assert_close(layer.population.batch_var, x.float().var(0))
 
-    def test_statistics_are_updated_in_place(self):
+    @every_form
+    def test_statistics_are_updated_in_place(self, form):
         """What a CUDA graph or DistributedDataParallel holds on to stays what the layer writes to."""
-        layer = BatchLayerNorm(3)
+        layer = BatchLayerNorm(3, **form)
         held = dict(layer.named_buffers())
         layer(torch.randn(4, 3, 5))
         pointers = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
@@ -151,14 +163,16 @@ class TestPopulation:
             assert buffer is held[name]
             assert buffer.data_ptr() == pointers[name]
 
-    def test_two_forwards_before_a_backward(self):
-        layer = BatchLayerNorm(3)
+    @every_form
+    def test_two_forwards_before_a_backward(self, form):
+        layer = BatchLayerNorm(3, **form)
         x = torch.randn(4, 3, requires_grad=True)
         (layer(x) + layer(x * 2)).sum().backward()
         assert not any(buffer.requires_grad for buffer in layer.buffers())
 
-    def test_eval_remembers_nothing(self):
-        layer = BatchLayerNorm(3)
+    @every_form
+    def test_eval_remembers_nothing(self, form):
+        layer = BatchLayerNorm(3, **form)
         layer(torch.randn(4, 3, 5))
         before = state(layer)
         layer.eval()
@@ -168,18 +182,20 @@ class TestPopulation:
         layer.config = "TTFF"
         assert_same_state(layer, before)
 
-    def test_a_layer_first_shaped_in_inference_mode_can_be_trained(self):
-        layer = BatchLayerNorm(4)
+    @every_form
+    def test_a_layer_first_shaped_in_inference_mode_can_be_trained(self, form):
+        layer = BatchLayerNorm(3, **form)
         with torch.inference_mode():
-            layer(torch.randn(5, 4, 3))
-        layer(torch.randn(5, 4, 3)).sum().backward()
+            layer(torch.randn(5, 3, 4))
+        layer(torch.randn(5, 3, 4)).sum().backward()
         assert (layer.population.updates == 2).all()
 
-    def test_reset_forgets_but_knows_its_positions(self):
-        layer = BatchLayerNorm(3)
+    @every_form
+    def test_reset_forgets_but_knows_its_positions(self, form):
+        layer = BatchLayerNorm(3, **form)
         layer(torch.randn(4, 3, 5))
         layer.reset_statistics()
-        fresh = BatchLayerNorm(3, position_shape=5)
+        fresh = BatchLayerNorm(3, position_shape=5 if layer.per_position else None, **form)
         assert_same_state(layer, state(fresh))
         layer.weight.data.fill_(3)
         layer.bias.data.fill_(3)
@@ -232,8 +248,9 @@ class TestInference:
             torch.set_num_threads(1)
 
     @pytest.mark.parametrize("config", [c for c in CONFIGS if not c.startswith("TT")])
-    def test_current_batch_statistics_make_it_depend_on_its_companions(self, config):
-        layer = BatchLayerNorm(5, config=config)
+    @pytest.mark.parametrize("groups", [None, 1])
+    def test_current_batch_statistics_make_it_depend_on_its_companions(self, config, groups):
+        layer = BatchLayerNorm(5, groups=groups, config=config)
         layer(torch.randn(4, 5))
         layer.eval()
         x = torch.randn(6, 5)
@@ -257,6 +274,12 @@ class TestInference:
         torch.testing.assert_close(layer.eval()(x), 5 / 6 * x_B + 1 / 6 * x_F)
 
     def test_shorter_sequences_use_the_first_positions(self):
+        """With groups the feature statistics are those of the shorter sequence: there only TTTT is the same."""
+        for groups in (1, 3):
+            layer = BatchLayerNorm(3, groups=groups, per_position=True, position_shape=6, config="TTTT")
+            layer(torch.randn(4, 3, 6) + torch.arange(6.0))
+            x = torch.randn(2, 3, 6)
+            assert torch.equal(layer.eval()(x[..., :4]), layer(x)[..., :4])
         layer = BatchLayerNorm(3, position_shape=6)
         layer(torch.randn(4, 3, 6) + torch.arange(6.0))
         layer.eval()
@@ -264,13 +287,15 @@ class TestInference:
         assert torch.equal(layer(x[..., :4]), layer(x)[..., :4])
 
     def test_a_shorter_training_sequence_updates_the_first_positions(self):
-        layer = BatchLayerNorm(3, position_shape=6)
-        layer(torch.randn(4, 3, 4))
-        assert layer.population.updates[0].tolist() == [1, 1, 1, 1, 0, 0]
+        for groups in (None, 3):
+            layer = BatchLayerNorm(3, groups=groups, per_position=True, position_shape=6)
+            layer(torch.randn(4, 3, 4))
+            assert layer.population.updates[0].tolist() == [1, 1, 1, 1, 0, 0]
 
     @pytest.mark.parametrize("config", CONFIGS)
-    def test_fine_tuning_in_eval_has_gradients(self, config):
-        layer = BatchLayerNorm(4, config=config)
+    @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"groups": 2, "per_position": True}], ids=str)
+    def test_fine_tuning_in_eval_has_gradients(self, config, options):
+        layer = BatchLayerNorm(4, config=config, **options)
         layer(torch.randn(6, 4, 3))
         layer.eval()
         x = torch.randn(5, 4, 3, requires_grad=True)
@@ -282,8 +307,9 @@ class TestInference:
 
 class TestTypes:
     @pytest.mark.parametrize("cast", ["half", "bfloat16"])
-    def test_low_precision_does_not_touch_the_statistics(self, cast):
-        layer = BatchLayerNorm(3)
+    @every_form
+    def test_low_precision_does_not_touch_the_statistics(self, cast, form):
+        layer = BatchLayerNorm(3, **form)
         layer(torch.randn(4, 3, 5))
         before = copy.deepcopy(layer.population)
         getattr(layer, cast)()
@@ -309,8 +335,9 @@ class TestTypes:
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("training", [True, False])
-    def test_the_output_has_the_input_type(self, dtype, training):
-        layer = BatchLayerNorm(3)
+    @every_form
+    def test_the_output_has_the_input_type(self, dtype, training, form):
+        layer = BatchLayerNorm(3, **form)
         layer(torch.randn(4, 3))
         assert layer.train(training)(torch.randn(4, 3).to(dtype)).dtype == dtype
         assert layer.population.batch_mean.dtype == torch.float32
@@ -365,21 +392,26 @@ class TestStateDict:
 
     @pytest.mark.parametrize("assign", [False, True])
     @pytest.mark.parametrize("target", [{}, {"position_shape": 5}, {"dtype": torch.float64}, {"device": "meta"}])
-    def test_it_loads_strictly_into_layers_that_know_their_positions_or_do_not(self, target, assign):
+    @every_form
+    def test_it_loads_strictly_into_layers_that_know_their_positions_or_do_not(self, target, assign, form):
         if target.get("device") == "meta" and not assign:
             target = {"device": "cpu"}
-        source, layer = self.trained(), BatchLayerNorm(3, **target)
+        source = self.trained(**form)
+        if not source.per_position:
+            target = {name: value for name, value in target.items() if name != "position_shape"}
+        layer = BatchLayerNorm(3, **form, **target)
         layer.load_state_dict(state(source), strict=True, assign=assign)
         assert str(layer.config) == "FTFT"
-        assert layer.population.position_shape == (5,)
+        assert layer.population.position_shape == ((5,) if source.per_position else ())
         x = torch.randn(2, 3, 5)
         torch.testing.assert_close(layer.eval()(x), source.eval()(x))
         layer.train()(x)
 
     @pytest.mark.parametrize("assign", [False, True])
-    def test_one_from_before_the_first_batch_loads_into_a_layer_that_knows(self, assign):
-        layer = self.trained()
-        layer.load_state_dict(state(BatchLayerNorm(3)), assign=assign)
+    @pytest.mark.parametrize("form", [{}, {"groups": 3, "per_position": True}], ids=str)
+    def test_one_from_before_the_first_batch_loads_into_a_layer_that_knows(self, assign, form):
+        layer = self.trained(**form)
+        layer.load_state_dict(state(BatchLayerNorm(3, **form)), assign=assign)
         assert layer.population.position_shape == (5,)
         assert layer.population.updates.shape == (5, 5)
         assert not layer.population.updates.any()
@@ -393,8 +425,9 @@ class TestStateDict:
         assert_same_state(layer, state(source))
 
     @pytest.mark.parametrize("kind", ["deepcopy", "pickle", "save"])
-    def test_copies_go_their_own_ways(self, kind):
-        source = self.trained()
+    @every_form
+    def test_copies_go_their_own_ways(self, kind, form):
+        source = self.trained(**form)
         if kind == "deepcopy":
             layer = copy.deepcopy(source)
         elif kind == "pickle":
@@ -406,16 +439,19 @@ class TestStateDict:
             layer = torch.load(buffer, weights_only=False)
         before = state(source)
         assert_same_state(layer, before)
+        assert repr(layer) == repr(source)
         assert str(layer.config) == "FTFT"
         layer(torch.randn(4, 3, 5))
         assert_same_state(source, before)
 
-    def test_on_meta(self, tmp_path):
-        torch.save(self.trained().state_dict(), tmp_path / "layer.pt")
-        layer = BatchLayerNorm(3, device="meta")
+    @every_form
+    def test_on_meta(self, tmp_path, form):
+        source = self.trained(**form)
+        torch.save(source.state_dict(), tmp_path / "layer.pt")
+        layer = BatchLayerNorm(3, device="meta", **form)
         layer.load_state_dict(torch.load(tmp_path / "layer.pt", map_location="meta"), assign=True)
         assert layer.population.batch_mean.is_meta
-        assert layer.population.position_shape == (5,)
+        assert layer.population.position_shape == source.population.position_shape
         with torch.device("meta"):
             layer.load_state_dict(layer.state_dict(), assign=True)
 
@@ -441,7 +477,7 @@ class TestStateDict:
             BatchLayerNorm(3).load_state_dict({**state(BatchLayerNorm(3)), "_extra_state": bad})
 
     def test_a_refused_state_leaves_statistics_and_configuration(self):
-        for options in ({}, {"per_position": False}):
+        for options in ({}, {"per_position": False}, {"groups": 1}):
             layer = BatchLayerNorm(4, **options)
             layer(torch.randn(6, 4, 5))
             before = state(layer)
@@ -459,6 +495,24 @@ class TestStateDict:
     def test_a_per_position_state_is_refused_by_a_pooled_layer(self):
         with pytest.raises(RuntimeError, match="per_position=False"):
             BatchLayerNorm(3, per_position=False).load_state_dict(state(self.trained()))
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"per_position": False}, {"per_position": True}, {"per_position": True, "position_shape": 5}],
+        ids=str,
+    )
+    @pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (3, 1), (3, None), (None, 3)])
+    def test_another_number_of_groups_is_refused_by_name(self, ours, theirs, options):
+        layer = BatchLayerNorm(3, groups=ours, **options)
+        before = state(layer)
+        source = self.trained(groups=theirs, **options)
+        with pytest.raises(
+            RuntimeError, match=f"saved with groups={theirs}, but this layer has groups={ours}; build it"
+        ):
+            layer.load_state_dict(state(source))
+        kept = {k: v for k, v in before.items() if k not in ("weight", "bias")}
+        assert_same_state(layer, {**state(layer), **kept})
+        assert str(layer.config) == "TTFF"
 
     def test_another_number_of_features_is_refused(self):
         with pytest.raises(RuntimeError, match="size mismatch"):
@@ -615,7 +669,9 @@ def test_a_float64_layer_without_parameters_computes_in_float64():
     torch.testing.assert_close(layer.population.batch_var, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"per_position": False}, {"groups": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"per_position": False}, {"groups": 1}, {"groups": 1, "per_position": True}], ids=str
+)
 @pytest.mark.parametrize("features", [3, 16])
 def test_gradients_of_inputs_of_order_1e15_are_right(options, features):
     """r ** 3 of a deviation r of 1e-15 is no normal float32: it must not be formed."""

@@ -16,8 +16,17 @@ from bln import BatchLayerNorm
 def net(**kwargs):
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.Tanh(), BatchLayerNorm(4, **kwargs), nn.Dropout(0.5), nn.Flatten(),
-        nn.Linear(4 * 16, 5), nn.Tanh(), BatchLayerNorm(5, **kwargs), nn.Linear(5, 3),
+        nn.Linear(4 * 16, 6), nn.Tanh(), BatchLayerNorm(6, **kwargs), nn.Linear(6, 3),
     )  # fmt: skip
+
+
+FORMS = {
+    "per position": {},
+    "pooled": {"per_position": False},
+    "grouped": {"groups": 2},
+    "grouped, per position": {"groups": 2, "per_position": True},
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 def images(n=12):
@@ -42,8 +51,9 @@ def test_layers_are_found_by_name():
 
 
 class TestConfigure:
-    def test_all_layers_at_once(self):
-        model = net()
+    @every_form
+    def test_all_layers_at_once(self, form):
+        model = net(**form)
         bln.configure(model, "FTFF")
         assert [str(layer.config) for layer in bln.layers(model).values()] == ["FTFF", "FTFF"]
 
@@ -68,8 +78,9 @@ class TestConfigure:
         assert {str(layer.config) for layer in bln.layers(model).values()} == {"TTFF"}
 
 
-def test_reset_statistics():
-    model = net()
+@every_form
+def test_reset_statistics(form):
+    model = net(**form)
     model(images())
     bln.reset_statistics(model)
     assert not any(layer.population.updates.any() for layer in bln.layers(model).values())
@@ -88,10 +99,11 @@ def test_a_model_without_bln_is_told_the_ways_out(helper):
 
 
 class TestCalibrate:
-    @pytest.mark.parametrize("per_position", [True, False])
-    def test_it_is_the_plain_average_under_frozen_weights(self, per_position):
+    @every_form
+    def test_it_is_the_plain_average_under_frozen_weights(self, form):
         """Against a by-hand pass: batches of different sizes weigh by their samples, dropout stays off."""
-        model = net(per_position=per_position).double()
+        model = net(**form).double()
+        per_position = model[2].per_position
         for _ in range(3):
             model(images().double())
         batches = [images(n).double() for n in (12, 7, 1, 4)]
@@ -117,9 +129,19 @@ class TestCalibrate:
         mean = torch.cat([torch.tanh(model[0](batch)) for batch in batches]).mean(0 if per_position else (0, 2, 3))
         wanted = mean.movedim(0, -1) if per_position else mean
         torch.testing.assert_close(first.population.batch_mean, wanted)
+        if first.groups is not None:
+            sizes = [len(batch) for batch in batches]
+            grouped = [torch.tanh(model[0](batch)).unflatten(1, (2, -1)).flatten(2) for batch in batches]
+            torch.testing.assert_close(first.population.feature_mean, torch.cat(grouped).mean((0, 2)))
+            wanted = sum(
+                x.var(2, correction=0).mean(0) * n * (n / (n - 1) if n > 1 else 1)
+                for x, n in zip(grouped, sizes, strict=True)
+            ) / sum(sizes)
+            torch.testing.assert_close(first.population.feature_var, wanted)
 
-    def test_an_untrained_model_learns_one_over_m_from_it(self):
-        model = net()
+    @every_form
+    def test_an_untrained_model_learns_one_over_m_from_it(self, form):
+        model = net(**form)
         bln.calibrate(model, [images(4), images(4)])
         assert model[7].population.inverse_m.item() == 0.25
 
@@ -157,8 +179,9 @@ class TestCalibrate:
 
     @pytest.mark.parametrize("trained", [True, False])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, StopIteration])
-    def test_interrupted_it_puts_everything_back(self, error, trained):
-        model = net()
+    @every_form
+    def test_interrupted_it_puts_everything_back(self, error, trained, form):
+        model = net(**form)
         if trained:
             model(images())
         before, shapes = snapshot(model), [layer.population.position_shape for layer in bln.layers(model).values()]
@@ -187,8 +210,9 @@ class TestCalibrate:
             bln.calibrate(model, iter([]))
         assert_unchanged(model, before)
 
-    def test_nothing_but_nan(self):
-        model = net()
+    @every_form
+    def test_nothing_but_nan(self, form):
+        model = net(**form)
         model(images())
         before = snapshot(model)
         with pytest.raises(ValueError, match="layer '2' never had finite statistics"):
@@ -211,8 +235,9 @@ class TestCalibrate:
             bln.calibrate(model, [torch.randn(4, 3)])
         assert_unchanged(model.aux, before)
 
-    def test_single_samples_leave_the_batch_variance_of_training(self):
-        model = nn.Sequential(BatchLayerNorm(3))
+    @pytest.mark.parametrize("groups", [None, 3])
+    def test_single_samples_leave_the_batch_variance_of_training(self, groups):
+        model = nn.Sequential(BatchLayerNorm(3, groups=groups))
         model(torch.randn(8, 3) * 5)
         before = model[0].population.batch_var.clone()
         bln.calibrate(model, [torch.randn(1, 3) for _ in range(4)])

@@ -51,7 +51,7 @@ class Affine(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Scale and shift ``x``; with ``mask`` true at real entries, hidden ones come out 0."""
-        channel_dim = functional.check(x, mask, self.channel_dim)
+        channel_dim = functional.check(x, mask, self.channel_dim, empty=True)
         scale, shift = (self._at(tuple(x.shape), value, channel_dim) for value in (self.scale, self.shift))
         dtype = torch.promote_types(x.dtype, scale.dtype)
         y = torch.addcmul(shift.to(dtype), x.to(dtype), scale.to(dtype)).to(x.dtype)
@@ -75,7 +75,7 @@ class Affine(nn.Module):
 
     @property
     def _axis(self) -> int:
-        """Of features, in a sample."""
+        """The axis of features in a sample."""
         return self.channel_dim - 1 if self.channel_dim > 0 else self.channel_dim
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Affine:

@@ -328,8 +328,7 @@ class BatchLayerNorm(nn.Module):
                 "bln.convert(model), which takes its statistics over",
                 stacklevel=2,
             )
-        saved = state_dict.get(prefix + "population.batch_mean")
-        if isinstance(saved, Tensor) and saved.shape[-1:] != (self.num_features,):
+        if self.population.refusal(state_dict, prefix + "population."):
             state_dict[prefix + "_extra_state"] = self.get_extra_state()
         super()._load_from_state_dict(state_dict, prefix, *args)
 

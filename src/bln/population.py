@@ -81,7 +81,7 @@ class Population(nn.Module):
 
     @torch.no_grad()
     def mark_seen(self, names: list[str], updates: int | Tensor, m: int = 1) -> None:
-        """Have these statistics, put there from elsewhere, weigh as much as so many mini-batches of ``m`` samples."""
+        """Count imported statistics as the average of ``updates`` mini-batches of ``m`` samples."""
         for name in names:
             self.updates[STATISTICS.index(name)] = updates
             self.samples[STATISTICS.index(name)] = updates * m
@@ -108,7 +108,7 @@ class Population(nn.Module):
         return positions if known is None else known
 
     def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
-        """Which of the known positions an input uses."""
+        """Return the slices of the known positions that an input uses."""
         return window(positions, self.position_shape)
 
     # ---- learning
@@ -329,6 +329,33 @@ class Population(nn.Module):
         super()._apply(keep_precision(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def refusal(self, state_dict: dict[str, Any], prefix: str) -> str:
+        """Why the statistics of a state dict do not fit this layer; empty where they do."""
+        saved = self._saved(state_dict, prefix)
+        if "batch_mean" not in saved:
+            return ""
+        positions, known = tuple(saved["batch_mean"].shape[:-1]), self.position_shape
+        expected = self._shapes(positions)
+        wrong = {name: tuple(t.shape) for name, t in saved.items() if tuple(t.shape) != expected[name]}
+        sizes = wrong.get("feature_mean", ())
+        if wrong.keys() == {"feature_mean", "feature_var"} and len(sizes) < 2:
+            groups = None if sizes == positions else sizes[0] if sizes else None
+            return f"saved with groups={groups}, but this layer has groups={self.groups}; build it as it was when saved"
+        if wrong:
+            given = ", ".join(f"{name} {shape}" for name, shape in wrong.items())
+            return f"{given} in the state dict do not fit a layer of {self.num_features} features"
+        if positions and known is not None and positions != known:
+            return (
+                f"saved with statistics for positions {positions}, but this layer keeps them for "
+                f"{known or 'none (per_position=False)'}; build it as it was when saved"
+            )
+        return ""
+
+    def _saved(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+        """The statistics and counters of a state dict, by name."""
+        found = {name: state_dict.get(prefix + name) for name in STATISTICS + _COUNTERS}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -340,23 +367,12 @@ class Population(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load all or nothing, agreeing on positions first where only one side knows them."""
-        saved = {name: state_dict[prefix + name] for name in self._shapes(()) if prefix + name in state_dict}
+        if reason := self.refusal(state_dict, prefix):
+            error_msgs.append(f"size mismatch for {prefix}: {reason}")
+            return
+        saved = self._saved(state_dict, prefix)
         if "batch_mean" in saved:
             positions, known = tuple(saved["batch_mean"].shape[:-1]), self.position_shape
-            expected = self._shapes(positions)
-            wrong = [f"{name} {tuple(t.shape)}" for name, t in saved.items() if tuple(t.shape) != expected[name]]
-            if wrong:
-                error_msgs.append(
-                    f"size mismatch for {prefix}: {', '.join(wrong)} in the state dict do not fit a layer of "
-                    f"{self.num_features} features"
-                )
-                return
-            if positions and known is not None and positions != known:
-                error_msgs.append(
-                    f"size mismatch for {prefix}: saved with statistics for positions {positions}, but this layer "
-                    f"keeps them for {known or 'none (per_position=False)'}; build it as it was when saved"
-                )
-                return
             if known is None:
                 if positions:
                     self.learn_positions(positions)
@@ -388,7 +404,7 @@ def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
 
 
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:
-    """Which of the known positions an input uses: all, or the first ones for a shorter sequence.
+    """Return the slices of the known positions that an input uses: all, or the first ones for a shorter sequence.
 
     Compiled, the longest is asked for nothing but what shorter ones are, so that one graph is for all lengths.
     """

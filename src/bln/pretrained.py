@@ -49,6 +49,7 @@ def load_pretrained(kind: type[M], *args: Any, groups: int = 8, **kwargs: Any) -
                 convert(self, groups=groups)
 
     Converted.__name__, Converted.__module__ = kind.__name__, kind.__module__  # both are written, and looked up
+    kwargs["ignore_mismatched_sizes"] = True  # they are refused below, with the ways out
     model, info = Converted.from_pretrained(*args, **kwargs, output_loading_info=True)
     wrong = {what: sorted(map(str, info[what])) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):

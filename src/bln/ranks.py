@@ -46,7 +46,7 @@ class Ranks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Have an exception in here fail the other ranks too, at their next meeting. Leave it together."""
+        """Fail the other ranks at their next meeting if this one raises an exception; all leave the block together."""
         if self._guarded or self.size == 1:
             yield
             return
@@ -162,8 +162,8 @@ def _weighted(population: Population, name: str, value: Tensor, samples: Tensor)
 
 
 def _agree(layers: Mapping[str, BatchLayerNorm], ranks: Ranks) -> None:
-    """Be about the same layers, and know the positions that any rank knows."""
-    mine = zlib.crc32(repr([(name, layer.num_features) for name, layer in layers.items()]).encode())
+    """Check that ranks have the same layers, and learn the positions that any of them knows."""
+    mine = zlib.crc32(repr([(name, layer.num_features, layer.groups) for name, layer in layers.items()]).encode())
     if len(set(ranks.meet(mine))) > 1:
         raise ValueError(f"ranks have models with different BatchLayerNorm layers; rank {ranks.rank} has {[*layers]}")
     rows = []

@@ -168,14 +168,14 @@ def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.devi
 
 
 def fit(value: Tensor, positions: tuple[int, ...]) -> Tensor:
-    """With zeros where a sequence has fewer positions than statistics are kept for."""
+    """Pad with zeros where a sequence has fewer positions than statistics are kept for."""
     if not positions or value.shape[0] == positions[0]:
         return value
     return torch.cat([value, value.new_zeros(positions[0] - value.shape[0], *value.shape[1:])])
 
 
 def _here(value: Tensor, positions: tuple[int, ...], rows: Tensor) -> Tensor:
-    """At the positions of the input."""
+    """Cut to the positions of the input."""
     return value[: rows.shape[1]] if positions and rows.shape[1] < positions[0] else value
 
 
@@ -193,11 +193,10 @@ class _Sums(NamedTuple):
 
 def _sums(feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, present: int | Tensor, task: Task) -> _Sums:
     """Sums of feature statistics and counts, as tensors at the positions statistics are kept for."""
-    at_positions = feature_mean.shape if task.spec.groups is None else task.positions
     if isinstance(entries, Tensor):
         entries = entries.to(feature_var.dtype)
     else:
-        entries = feature_var.new_full(at_positions, entries)
+        entries = feature_var.new_full(feature_var.shape, entries)
     if task.spec.groups is None:
         feature_mean, feature_var = (fit(value, task.positions) for value in (feature_mean, feature_var))
     present = present.to(feature_var.dtype) if isinstance(present, Tensor) else feature_var.new_full((), present)
@@ -308,9 +307,8 @@ def _plain(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, task: Task
 ) -> tuple[Tensor, _Joined]:
     spec = task.spec
+    x = _coefficients.hide(x, mask, task.channel_dim)
     rows = native.moved(x, task.channel_dim, -1)
-    if mask is not None:
-        rows = torch.where(mask[..., None], rows, 0)  # whatever hides there, NaN included, is gone
     own = functional.current(rows, mask, spec)
     _, entries = functional.count(rows.shape[:-1], mask, spec.per_position)
     present, _ = functional.count(rows.shape[:-1], mask, False)
@@ -319,6 +317,8 @@ def _plain(
     if mask is not None:
         real = mask if spec.groups is None else functional.present(mask)[:, None]
         feature_mean, feature_var = (torch.where(real, value, 0) for value in (feature_mean, feature_var))
+    if not isinstance(entries, Tensor):
+        entries = rows.new_full(own.batch_mean.shape[:-1], entries)  # at the positions of this rank
     sums = _sums(feature_mean.sum(over), feature_var.sum(over), entries, present, task)
     mean, var = (fit(value, task.positions) for value in (own.batch_mean, own.batch_var))
     mean, var, *total = _Join.apply(mean, var * sums.entries[..., None], task, *sums)  # type: ignore[no-untyped-call]
@@ -327,12 +327,10 @@ def _plain(
     mean, var, inverse_m = (_here(value, task.positions, rows) for value in (mean, var, joined.statistics.inverse_m))
     s = Statistics(mean, var, own.feature_mean, own.feature_var, inverse_m)
     if spec.coefficients:
-        y = _coefficients.apply(rows, s, gamma, beta, mask, rows.dim() - 1, spec)
-    else:
-        y = formula.transform(rows, s, gamma, beta, spec=spec, xp=torch)
-        y = y if mask is None else torch.where(mask[..., None], y, 0)
-    y = native.moved(y, -1, task.channel_dim)
-    return y if len(y) else y.clone(), joined
+        return _coefficients.apply(x, s, gamma, beta, mask, task.channel_dim, spec), joined
+    y = native.moved(formula.transform(rows, s, gamma, beta, spec=spec, xp=torch), -1, task.channel_dim)
+    # No view of anything: the hooks of fully_shard do not survive one that is changed in place.
+    return y.clone() if mask is None else _coefficients.hide(y, mask, task.channel_dim), joined
 
 
 # ---- by torch's own norms, as in native.py

@@ -22,6 +22,8 @@ import tolerance
 
 DEVICE = "cpu"
 """Where tensors are; set by the rank."""
+FORMS = ({}, {"per_position": False}, {"groups": 3}, {"groups": 1, "per_position": True})
+"""Options of layers of three features."""
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,6 +41,8 @@ def assert_population(layer, expected: oracle.Population, size: float, roundings
         tolerance.close(getattr(layer.population, name), getattr(expected, theirs), bounds.get(name, unit * size), name)
     for row, name in enumerate(oracle.NAMES):
         updates, samples = ("var_updates", "var_samples") if name == "batch_var" else ("updates", "samples")
+        if layer.groups is not None and name.startswith("feature"):
+            updates, samples = "group_updates", "group_samples"
         assert (layer.population.updates[row].cpu().numpy() == getattr(expected, updates)).all(), f"updates of {name}"
         assert (layer.population.samples[row].cpu().numpy() == getattr(expected, samples)).all(), f"samples of {name}"
 
@@ -57,6 +61,7 @@ def against_the_oracle(
     looking: bool = True,
     only: int | None = None,
     processors: int | None = None,
+    groups: int | None = None,
 ) -> None:
     """Mini-batches of unequal parts: outputs, gradients and population are those of one process with all samples.
 
@@ -68,7 +73,7 @@ def against_the_oracle(
         with mock.patch.object(slabs, "processors", return_value=processors):
             against_the_oracle(
                 seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, looking,
-                only,
+                only, groups=groups,
             )  # fmt: skip
         return
     if not looking:  # as on a GPU, where looking at a count would wait for it
@@ -77,22 +82,23 @@ def against_the_oracle(
             mock.patch("bln.population.can_look", return_value=False),
         ):
             against_the_oracle(
-                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, only=only
-            )
+                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine,
+                only=only, groups=groups,
+            )  # fmt: skip
         return
     torch.manual_seed(seed)
-    kind, d = getattr(torch, dtype), 5
+    kind, d = getattr(torch, dtype), 6
     wide = torch.promote_types(kind, torch.float32)
     layer = bln.BatchLayerNorm(
-        d, channel_dim=channel_dim, per_position=per_position, momentum=momentum, affine=affine, process_group="world",
-        dtype=wide, device=DEVICE,
+        d, groups=groups, channel_dim=channel_dim, per_position=per_position, momentum=momentum, affine=affine,
+        process_group="world", dtype=wide, device=DEVICE,
     )  # fmt: skip
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     gamma, beta = (p.detach().double().cpu().numpy() for p in layer.parameters()) if affine else (1.0, 0.0)
     run = torch.compile(layer, fullgraph=True, backend=compiled) if compiled else layer
-    options = {"eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
-    expected = oracle.Population(tuple(positions) if per_position else (), d)
+    options = {"eps": 1e-4, "mix_eps": layer.mix_eps, "dim_scale": layer.dim_scale, "groups": groups}
+    expected = oracle.Population(tuple(positions) if per_position else (), d, groups)
     largest = 1.0
     for parts in shares:
         shape = [sum(parts), *positions]
@@ -119,7 +125,7 @@ def against_the_oracle(
         real = None if mask is None else mask.numpy()
         clean = rows if mask is None else np.where(real[..., None], rows, 0.0)
         largest = max(largest, np.abs(clean).max())
-        s = oracle.measure(rows, real, per_position)
+        s = oracle.measure(rows, real, per_position, groups)
         spread = s.var_B, s.var_F, 1 / np.maximum(s.m, 1)
         wanted = oracle.train(rows, gamma, beta, mask=real, per_position=per_position, **options)
         dx, dgamma, dbeta = oracle.train_backward(rows, rows_dy, gamma, mask=real, per_position=per_position, **options)
@@ -147,9 +153,9 @@ def said(call) -> str:
 # ---- what one rank does to the others
 
 
-def empty_everywhere() -> None:
+def empty_everywhere(options: dict) -> None:
     """No rank has a sample: nothing is learned, and backward passes."""
-    layer = bln.BatchLayerNorm(3, process_group="world", device=DEVICE)
+    layer = bln.BatchLayerNorm(3, process_group="world", device=DEVICE, **options)
     before = copy.deepcopy(layer.state_dict())
     x = torch.empty(0, 3, 4, requires_grad=True, device=DEVICE)
     layer(x).sum().backward()
@@ -163,8 +169,8 @@ def empty_everywhere() -> None:
         ), name
 
 
-def not_finite_on_one_rank(value: float) -> None:
-    layer = bln.BatchLayerNorm(3, process_group="world", position_shape=4, device=DEVICE)
+def not_finite_on_one_rank(value: float, options: dict) -> None:
+    layer = bln.BatchLayerNorm(3, process_group="world", device=DEVICE, **options)
     layer(torch.randn(4, 3, 4, device=DEVICE))
     before = copy.deepcopy(layer.state_dict())
     x = torch.randn(4, 3, 4, device=DEVICE)
@@ -177,16 +183,19 @@ def not_finite_on_one_rank(value: float) -> None:
     assert layer.population.updates.unique().tolist() == [2]
 
 
-def sequences_of_different_lengths(seed: int, dtype: str) -> None:
+def sequences_of_different_lengths(seed: int, dtype: str, groups: int | None = None) -> None:
     """Each rank pads to its own longest: the joined mini-batch is one padded to the longest of all, masked."""
     torch.manual_seed(seed)
     kind = getattr(torch, dtype)
     bound = {"rtol": 1e-9, "atol": 1e-9} if kind == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     longest, lengths = 7, [7, 4, 2][: dist.get_world_size()]
+    d = 6
     layer = bln.BatchLayerNorm(
-        5, channel_dim=-1, position_shape=longest, process_group="world", dtype=kind, device=DEVICE
-    )
-    x, dy = torch.randn(2, 3 * len(lengths), longest, 5, dtype=kind).unbind()
+        d, groups=groups, channel_dim=-1, per_position=True, position_shape=longest, process_group="world", dtype=kind,
+        device=DEVICE,
+    )  # fmt: skip
+    options = {"mix_eps": layer.mix_eps, "dim_scale": layer.dim_scale, "groups": groups}
+    x, dy = torch.randn(2, 3 * len(lengths), longest, d, dtype=kind).unbind()
     mask = torch.zeros(len(x), longest, dtype=torch.bool)
     for rank, length in enumerate(lengths):
         mask[3 * rank : 3 * rank + 3, :length] = True
@@ -195,12 +204,12 @@ def sequences_of_different_lengths(seed: int, dtype: str) -> None:
     y = layer(own)
     y.backward(dy[mine].to(DEVICE))
     x, dy = x.double(), dy.double()
-    wanted = oracle.train(x.numpy(), mask=mask.numpy())
-    dx, dgamma, _ = oracle.train_backward(x.numpy(), dy.numpy(), mask=mask.numpy())
+    wanted = oracle.train(x.numpy(), mask=mask.numpy(), **options)
+    dx, dgamma, _ = oracle.train_backward(x.numpy(), dy.numpy(), mask=mask.numpy(), **options)
     torch.testing.assert_close(y.cpu().double(), torch.tensor(wanted)[mine], **bound)
     torch.testing.assert_close(own.grad.cpu().double(), torch.tensor(dx)[mine], **bound)
     torch.testing.assert_close(total(layer.weight.grad).cpu().double(), torch.tensor(dgamma), **bound)
-    expected = oracle.Population((longest,), 5)
+    expected = oracle.Population((longest,), d, groups)
     expected.update(np.where(mask[..., None], x, 0.0), 0.1, mask.numpy())
     assert_population(layer, expected, 4.0, 64)
 
@@ -208,10 +217,8 @@ def sequences_of_different_lengths(seed: int, dtype: str) -> None:
 def changed_in_place() -> None:
     """As a ReLU behind, or a residual sum, may do."""
     for channel_dim, shape in ((1, (4, 3, 2)), (-1, (4, 2, 3)), (1, (4, 3))):
-        for per_position in (True, False):
-            layer = bln.BatchLayerNorm(3, channel_dim=channel_dim, per_position=per_position, process_group="world").to(
-                DEVICE
-            )
+        for options in FORMS:
+            layer = bln.BatchLayerNorm(3, channel_dim=channel_dim, process_group="world", device=DEVICE, **options)
             x = torch.randn(shape, requires_grad=True, device=DEVICE)
             layer(x).add_(x).relu_().sum().backward()
             changed, x.grad = x.grad, None
@@ -219,9 +226,9 @@ def changed_in_place() -> None:
             torch.testing.assert_close(changed, x.grad)
 
 
-def eval_is_local(config: str) -> None:
+def eval_is_local(config: str, options: dict) -> None:
     """Only rank 0 runs the layer in eval(): it would wait for ever if that took the others."""
-    layer = bln.BatchLayerNorm(3, process_group="world", config=config, device=DEVICE)
+    layer = bln.BatchLayerNorm(3, process_group="world", config=config, device=DEVICE, **options)
     layer(torch.randn(4, 3, device=DEVICE))
     layer.eval()
     if dist.get_rank() == 0:
@@ -253,14 +260,14 @@ def positions_known_otherwise() -> list[str]:
     return found
 
 
-def ranks_of_different_types(masked: bool) -> None:
+def ranks_of_different_types(masked: bool, options: dict) -> None:
     """Messages have the layer's type, whatever a rank puts in: all learn the same."""
     kinds = [torch.float32, torch.float64, torch.bfloat16]
     for dtype in (torch.float32, torch.float64):
-        layer = bln.BatchLayerNorm(3, process_group="world", dtype=dtype, device=DEVICE)
+        layer = bln.BatchLayerNorm(3, process_group="world", dtype=dtype, device=DEVICE, **options)
         torch.manual_seed(0)
         x, dy = torch.randn(2, 4 * dist.get_world_size(), 3, 2, device=DEVICE).bfloat16().unbind()  # exact in all types
-        alone = bln.BatchLayerNorm(3, dtype=dtype, device=DEVICE)
+        alone = bln.BatchLayerNorm(3, dtype=dtype, device=DEVICE, **options)
         mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
         own = x[mine].to(kinds[dist.get_rank()]).requires_grad_()
         y = layer(own, torch.ones(4, 2, dtype=torch.bool, device=DEVICE) if masked else None)
@@ -275,10 +282,10 @@ def ranks_of_different_types(masked: bool) -> None:
         torch.testing.assert_close(layer.population.batch_var, alone.population.batch_var)
 
 
-def collectives_are_one_each_way(masked: bool, per_position: bool) -> None:
-    """And they carry what the docs say: numbers for each position."""
+def collectives_are_one_each_way(masked: bool, per_position: bool, groups: int | None = None) -> None:
+    """And they carry what the docs say: numbers for each position, and for each group."""
     c, p = 3, 2
-    layer = bln.BatchLayerNorm(c, process_group="world", per_position=per_position, device=DEVICE)
+    layer = bln.BatchLayerNorm(c, groups=groups, process_group="world", per_position=per_position, device=DEVICE)
     mask = torch.ones(4, p, dtype=torch.bool, device=DEVICE) if masked else None
     calls: list[tuple[str, int]] = []
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -292,10 +299,11 @@ def collectives_are_one_each_way(masked: bool, per_position: bool) -> None:
         for name in kept:
             setattr(dist, name, counted(name))
         y = layer(torch.randn(4, c, p, requires_grad=True, device=DEVICE), mask)
-        sent = [(gather, p * (2 * c + 3) if per_position else 2 * c + 4)]
+        at = p if per_position else 1
+        sent = [(gather, at * (2 * c + 1) + (2 * at + (not per_position) if groups is None else 2 * groups + 1))]
         assert calls == sent, calls
         y.sum().backward()
-        assert calls == [*sent, ("all_reduce", 2 * c * (p if per_position else 1))], calls
+        assert calls == [*sent, ("all_reduce", 2 * c * at)], calls
     finally:
         for name, function in kept.items():
             setattr(dist, name, function)
@@ -305,8 +313,8 @@ def channels_last() -> None:
     """Output and gradient lie as the input does, and are those of one process."""
     torch.manual_seed(0)
     x, dy = torch.randn(2, 7, 3, 4, 5, dtype=torch.float64, device=DEVICE).unbind()
-    for per_position in (True, False):
-        alone = bln.BatchLayerNorm(3, per_position=per_position, dtype=torch.float64, device=DEVICE)
+    for options in FORMS:
+        alone = bln.BatchLayerNorm(3, dtype=torch.float64, device=DEVICE, **options)
         layer = copy.deepcopy(alone)
         layer.process_group = "world"
         whole = x.clone().requires_grad_()
@@ -351,15 +359,15 @@ def exchanged(layer: bln.BatchLayerNorm, x: torch.Tensor, mask: torch.Tensor | N
     return layer._synchronized(x, mask, 1, positions, dist.group.WORLD)
 
 
-def through_nccl(dtype: str, per_position: bool, masked: bool) -> None:
+def through_nccl(dtype: str, per_position: bool, masked: bool, groups: int | None = None) -> None:
     """What the layer does alone, and no operation waits for the GPU."""
     kind = getattr(torch, dtype)
     wide = torch.promote_types(kind, torch.float32)
-    layer = bln.BatchLayerNorm(5, per_position=per_position, dtype=wide, device=DEVICE)
+    layer = bln.BatchLayerNorm(6, groups=groups, per_position=per_position, dtype=wide, device=DEVICE)
     alone = copy.deepcopy(layer)
     bound = 64 * torch.finfo(kind).eps
     for _ in range(3):
-        x, dy = torch.randn(2, 6, 5, 3, 2, dtype=kind, device=DEVICE).unbind()
+        x, dy = torch.randn(2, 6, 6, 3, 2, dtype=kind, device=DEVICE).unbind()
         mask = torch.rand(6, 3, 2, device=DEVICE) < 0.7 if masked else None
         found = []
         for run in (partial(exchanged, layer), alone):
@@ -382,8 +390,8 @@ def without_gradient_of_the_input() -> None:
     """A first layer: parameters still learn, and nothing has to be sent for it."""
     torch.manual_seed(0)
     x, dy = torch.randn(2, 5, 3, 2, device=DEVICE).unbind()
-    for per_position in (True, False):
-        alone = bln.BatchLayerNorm(3, per_position=per_position, device=DEVICE)
+    for options in FORMS:
+        alone = bln.BatchLayerNorm(3, device=DEVICE, **options)
         layer = copy.deepcopy(alone)
         layer.process_group = "world"
         alone(x).backward(dy)
@@ -438,10 +446,13 @@ def merged_through_nccl() -> None:
 # ---- whole nets
 
 
-def net(**kwargs) -> nn.Sequential:
+def net(grouped: bool = False, **kwargs) -> nn.Sequential:
+    """A layer for each position and a pooled one, in the published form or with groups."""
+    first, second = ({"groups": 3}, {"groups": 2}) if grouped else ({}, {})
     return nn.Sequential(
-        nn.Conv1d(3, 6, 3, padding=1), nn.ReLU(), bln.BatchLayerNorm(6, **kwargs), nn.Conv1d(6, 4, 3), nn.Tanh(),
-        bln.BatchLayerNorm(4, per_position=False, **kwargs), nn.Flatten(), nn.Linear(4 * 6, 2),
+        nn.Conv1d(3, 6, 3, padding=1), nn.ReLU(), bln.BatchLayerNorm(6, per_position=True, **first, **kwargs),
+        nn.Conv1d(6, 4, 3), nn.Tanh(), bln.BatchLayerNorm(4, per_position=False, **second, **kwargs), nn.Flatten(),
+        nn.Linear(4 * 6, 2),
     )  # fmt: skip
 
 
@@ -454,12 +465,14 @@ def split(x: torch.Tensor, empty: bool = False) -> torch.Tensor:
     return x[ends[rank] : ends[rank + 1]]
 
 
-def net_against_one_process(seed: int, how: str, empty: bool = False, dtype: str = "float64") -> None:
+def net_against_one_process(
+    seed: int, how: str, empty: bool = False, dtype: str = "float64", grouped: bool = False
+) -> None:
     """A net trained a few steps by all ranks has the weights and statistics of one process with all samples."""
     torch.manual_seed(seed)
     kind = getattr(torch, dtype)
     bound = {"rtol": 1e-7, "atol": 1e-9} if kind == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
-    single = net().to(DEVICE, kind)
+    single = net(grouped).to(DEVICE, kind)
     several = copy.deepcopy(single)
     bln.convert(several, process_group="world")
     assert all(layer.process_group == "world" for layer in bln.layers(several).values())
@@ -531,36 +544,37 @@ def sync_batch_norm_hands_over_its_group() -> None:
 # ---- statistics over ranks
 
 
-def averages(seed: int) -> None:
+def averages(seed: int, options: dict) -> None:
     """Unsynchronized layers with plain averages: twice, with training in between, as one process over all."""
     torch.manual_seed(seed)
     d, rank, world = 3, dist.get_rank(), dist.get_world_size()
-    layer = bln.BatchLayerNorm(d, momentum=None, dtype=torch.float64, device=DEVICE)
-    unused = bln.BatchLayerNorm(2, device=DEVICE)
-    only_first = bln.BatchLayerNorm(2, dtype=torch.float64, device=DEVICE)
+    layer = bln.BatchLayerNorm(d, momentum=None, dtype=torch.float64, device=DEVICE, **options)
+    unused = bln.BatchLayerNorm(3, device=DEVICE, **options)
+    only_first = bln.BatchLayerNorm(3, dtype=torch.float64, device=DEVICE, **options)
     model = nn.ModuleList([layer, unused, only_first])
-    expected = oracle.Population((4,), d)
+    expected = oracle.Population((4,) if layer.per_position else (), d, layer.groups)
     for _ in range(2):
         for at in range(2 * world):
             # Even numbers of samples for each rank, so that its share of the counters is a whole number.
             x = torch.randn(2 + 2 * (at % world), d, 4, dtype=torch.float64, device=DEVICE)
             if at % world == rank:
                 layer(x)
-            expected.update(x.movedim(1, -1).cpu().numpy(), None)
+            expected.update(x.movedim(1, -1).cpu().numpy(), None, per_position=layer.per_position)
         bln.average_statistics(model)
         for name, theirs in oracle.NAMES.items():
             bound = 1e-12
             tolerance.close(getattr(layer.population, name), getattr(expected, theirs), bound, name)
         assert (layer.population.samples[0].cpu().numpy() == np.ceil(expected.samples / world)).all()
     assert not unused.population.updates.any()
-    x = torch.randn(4, 2, 5, dtype=torch.float64, device=DEVICE)
+    x = torch.randn(4, 3, 5, dtype=torch.float64, device=DEVICE)
     if rank == 0:
         only_first(x)
     bln.average_statistics(model, dist.group.WORLD)
-    alone = bln.BatchLayerNorm(2, dtype=torch.float64, device=DEVICE)
+    alone = bln.BatchLayerNorm(3, dtype=torch.float64, device=DEVICE, **options)
     alone(x)
-    assert only_first.population.position_shape == (5,)
-    torch.testing.assert_close(only_first.population.batch_var, alone.population.batch_var)
+    assert only_first.population.position_shape == alone.population.position_shape
+    for name in oracle.NAMES:
+        torch.testing.assert_close(getattr(only_first.population, name), getattr(alone.population, name))
     before = copy.deepcopy(model.state_dict())
     for _ in range(3):  # counters that grew each time would overflow one day
         bln.average_statistics(model)
@@ -569,9 +583,11 @@ def averages(seed: int) -> None:
         torch.testing.assert_close(value, before[name], rtol=1e-12, atol=1e-12)
 
 
-def averages_of_different_models() -> str:
-    model = nn.ModuleList([bln.BatchLayerNorm(3 if dist.get_rank() == 0 else 4, device=DEVICE)])
-    return said(lambda: bln.average_statistics(model))
+def averages_of_different_models() -> list[str]:
+    """Of other features, or other groups."""
+    others = [(3, None), (4, None)], [(4, 2), (4, 4)], [(4, None), (4, 4)]
+    made = [bln.BatchLayerNorm(d, groups=g, device=DEVICE) for d, g in (pair[dist.get_rank() > 0] for pair in others)]
+    return [said(lambda layer=layer: bln.average_statistics(nn.ModuleList([layer]))) for layer in made]
 
 
 def averages_of_different_positions() -> str:
@@ -602,9 +618,9 @@ def shares(seed: int, number: int = 5) -> tuple[list, list]:
     return batches, [batch for at, batch in enumerate(batches) if at % workers == dist.get_rank()]
 
 
-def calibrated(seed: int, wrapped: bool, synchronized: bool) -> None:
-    model = trained(seed, **({"process_group": "world"} if synchronized else {}))
-    alone = trained(seed)
+def calibrated(seed: int, wrapped: bool, synchronized: bool, grouped: bool) -> None:
+    model = trained(seed, grouped=grouped, **({"process_group": "world"} if synchronized else {}))
+    alone = trained(seed, grouped=grouped)
     everything, mine = shares(seed)
     run = nn.parallel.DistributedDataParallel(model) if wrapped else model
     bln.calibrate(run, iter(mine), process_group="world", progress=False)
@@ -617,7 +633,8 @@ def calibrated(seed: int, wrapped: bool, synchronized: bool) -> None:
 
 
 def searched(seed: int, how: dict) -> list:
-    model, alone = trained(seed), trained(seed)
+    grouped = how.pop("grouped", False)
+    model, alone = trained(seed, grouped=grouped), trained(seed, grouped=grouped)
     everything, mine = shares(seed)
     before = copy.deepcopy(model.state_dict())
     train, mine_train = shares(seed + 1, 3)

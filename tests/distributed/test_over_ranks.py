@@ -5,12 +5,14 @@ import random
 import pytest
 
 
-def test_averaged_statistics_are_those_of_one_process(two_or_three):
-    two_or_three.check("averages", seed=random.randrange(2**31))
+@pytest.mark.parametrize("options", [{}, {"groups": 3}, {"groups": 1, "per_position": True}], ids=str)
+def test_averaged_statistics_are_those_of_one_process(two_or_three, options):
+    two_or_three.check("averages", seed=random.randrange(2**31), options=options)
 
 
 def test_ranks_with_different_models_are_told(two):
-    assert all("different BatchLayerNorm layers" in text for text in two.check("averages_of_different_models"))
+    for texts in two.check("averages_of_different_models"):
+        assert all("different BatchLayerNorm layers" in text for text in texts)
 
 
 def test_ranks_with_different_positions_are_told(two):
@@ -19,9 +21,11 @@ def test_ranks_with_different_positions_are_told(two):
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "in DDP"])
 @pytest.mark.parametrize("synchronized", [False, True], ids=["local", "synchronized"])
-def test_calibrated_statistics_are_those_of_one_process(two_or_three, wrapped, synchronized):
+@pytest.mark.parametrize("grouped", [False, True], ids=["published", "grouped"])
+def test_calibrated_statistics_are_those_of_one_process(two_or_three, wrapped, synchronized, grouped):
     """One rank has no batches at all."""
-    two_or_three.check("calibrated", seed=random.randrange(2**31), wrapped=wrapped, synchronized=synchronized)
+    case = {"wrapped": wrapped, "synchronized": synchronized, "grouped": grouped}
+    two_or_three.check("calibrated", seed=random.randrange(2**31), **case)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,10 @@ def test_calibrated_statistics_are_those_of_one_process(two_or_three, wrapped, s
         {"calibrate": True},
         {"per_layer": True},
         {"rebatch": True},
+        {"grouped": True},
+        {"grouped": True, "calibrate": True},
+        {"grouped": True, "per_layer": True},
+        {"grouped": True, "rebatch": True},
     ],
     ids=str,
 )
@@ -43,6 +51,7 @@ def test_all_ranks_find_what_one_process_finds(three, how):
     [
         {"per_layer": True, "sampler": "random", "trials": 3},
         {"per_layer": True, "robust": True, "sampler": "tpe", "trials": 2},
+        {"grouped": True, "per_layer": True, "robust": True, "sampler": "tpe", "trials": 2},
     ],
     ids=str,
 )

@@ -21,54 +21,72 @@ def against_the_oracle(ranks, **case):
     ranks.check("against_the_oracle", **{**defaults, **case})
 
 
+FORMS = {
+    "per position": {"per_position": True},
+    "pooled": {"per_position": False},
+    "grouped": {"per_position": False, "groups": 3},
+    "grouped, per position": {"per_position": True, "groups": 2},
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+THREE_FEATURES = {**FORMS, "grouped, per position": {"per_position": True, "groups": 1}}
+every_form_of_three_features = pytest.mark.parametrize("form", THREE_FEATURES.values(), ids=THREE_FEATURES)
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+@every_form
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_outputs_gradients_and_population_are_those_of_one_process(two_or_three, dtype, per_position, masked):
-    against_the_oracle(two_or_three, dtype=dtype, per_position=per_position, masked=masked)
+def test_outputs_gradients_and_population_are_those_of_one_process(two_or_three, dtype, form, masked):
+    against_the_oracle(two_or_three, dtype=dtype, masked=masked, **form)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 @pytest.mark.parametrize("momentum", [None, 0.1])
 @pytest.mark.parametrize(("positions", "channel_dim"), [([], 1), ([3], -1), ([2, 3], -1)])
 def test_every_layout_type_and_momentum(two, dtype, momentum, positions, channel_dim):
-    for per_position in (True, False):
+    for form in FORMS.values():
         against_the_oracle(
             two, dtype=dtype, momentum=momentum, positions=positions, channel_dim=channel_dim,
-            per_position=per_position, affine=momentum is None,
+            affine=momentum is None, **form,
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
-def test_without_looking_at_counts_as_on_a_gpu(two, per_position, masked):
-    against_the_oracle(two, per_position=per_position, masked=masked, looking=False)
+@every_form
+def test_without_looking_at_counts_as_on_a_gpu(two, form, masked):
+    against_the_oracle(two, masked=masked, looking=False, **form)
 
 
 @pytest.mark.parametrize("looking", [True, False], ids=["looking", "not looking"])
-@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
-def test_one_rank_alone_may_be_masked(two_or_three, per_position, looking):
-    against_the_oracle(two_or_three, per_position=per_position, masked=True, only=1, looking=looking)
+@every_form
+def test_one_rank_alone_may_be_masked(two_or_three, form, looking):
+    against_the_oracle(two_or_three, masked=True, only=1, looking=looking, **form)
 
 
+@pytest.mark.parametrize("groups", [None, 2], ids=["published", "grouped"])
 @pytest.mark.parametrize(("masked", "backend"), [(False, "inductor"), (True, "aot_eager")], ids=["whole", "masked"])
-def test_compiled_in_one_graph(two_on_cpu, masked, backend):
+def test_compiled_in_one_graph(two_on_cpu, masked, backend, groups):
     """On a CPU alone: collectives of compiled graphs crash on gloo with GPU tensors in torch 2.11, even without us."""
-    against_the_oracle(two_on_cpu, shares=[[3, 4], [3, 4]], masked=masked, compiled=backend, per_position=masked)
+    against_the_oracle(
+        two_on_cpu, shares=[[3, 4], [3, 4]], masked=masked, compiled=backend, per_position=masked,
+        groups=groups,
+    )  # fmt: skip
 
 
-def test_a_mini_batch_without_any_sample_teaches_nothing(two_or_three):
-    two_or_three.check("empty_everywhere")
+@every_form_of_three_features
+def test_a_mini_batch_without_any_sample_teaches_nothing(two_or_three, form):
+    two_or_three.check("empty_everywhere", options=form)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_not_finite_on_one_rank_enters_nowhere(two, value):
-    two.check("not_finite_on_one_rank", value=float(value))
+@every_form_of_three_features
+def test_not_finite_on_one_rank_enters_nowhere(two, form, value):
+    two.check("not_finite_on_one_rank", value=float(value), options=form)
 
 
-def test_ranks_may_pad_sequences_to_different_lengths(two_or_three):
+@pytest.mark.parametrize("groups", [None, 2], ids=["published", "grouped"])
+def test_ranks_may_pad_sequences_to_different_lengths(two_or_three, groups):
     for dtype in ("float64", "float32"):
-        two_or_three.check("sequences_of_different_lengths", seed=random.randrange(2**31), dtype=dtype)
+        two_or_three.check("sequences_of_different_lengths", seed=random.randrange(2**31), dtype=dtype, groups=groups)
 
 
 def test_different_positions_are_refused_on_all_ranks_before_they_are_learned(two):
@@ -87,19 +105,21 @@ def test_positions_known_otherwise_are_refused_before_a_message_is_sent(two_on_c
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_ranks_may_have_inputs_of_different_types(two_or_three, masked):
-    two_or_three.check("ranks_of_different_types", masked=masked)
+@pytest.mark.parametrize("options", [{}, {"groups": 3}], ids=["published", "grouped"])
+def test_ranks_may_have_inputs_of_different_types(two_or_three, options, masked):
+    two_or_three.check("ranks_of_different_types", masked=masked, options=options)
 
 
 @pytest.mark.parametrize("config", ["TTFF", "FFFF"])
-def test_eval_does_not_communicate(two, config):
-    two.check("eval_is_local", config=config)
+@pytest.mark.parametrize("options", [{}, {"groups": 3}], ids=["published", "grouped"])
+def test_eval_does_not_communicate(two, config, options):
+    two.check("eval_is_local", config=config, options=options)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
-def test_forward_and_backward_use_one_collective_each(two, per_position, masked):
-    two.check("collectives_are_one_each_way", masked=masked, per_position=per_position)
+@every_form_of_three_features
+def test_forward_and_backward_use_one_collective_each(two, form, masked):
+    two.check("collectives_are_one_each_way", masked=masked, **form)
 
 
 def test_an_input_may_want_no_gradient(two):
@@ -114,25 +134,30 @@ def test_a_group_of_its_own_is_shared_by_copies_and_not_pickled(three):
     three.check("a_group_of_some_ranks", seed=random.randrange(2**31))
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["published", "grouped"])
 @pytest.mark.parametrize("how", ["ddp", "no_sync", "checkpoint"])
-def test_a_net_trains_as_in_one_process(two, how):
-    two.check("net_against_one_process", seed=random.randrange(2**31), how=how)
+def test_a_net_trains_as_in_one_process(two, how, grouped):
+    two.check("net_against_one_process", seed=random.randrange(2**31), how=how, grouped=grouped)
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["published", "grouped"])
 @pytest.mark.parametrize("how", ["compiled", "ddp compiled"])
-def test_a_compiled_net_trains_as_in_one_process(two_on_cpu, how):
-    two_on_cpu.check("net_against_one_process", seed=random.randrange(2**31), how=how)
+def test_a_compiled_net_trains_as_in_one_process(two_on_cpu, how, grouped):
+    two_on_cpu.check("net_against_one_process", seed=random.randrange(2**31), how=how, grouped=grouped)
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["published", "grouped"])
 @pytest.mark.parametrize("how", ["ddp", "no_sync", "checkpoint"])
-def test_a_net_trains_with_ranks_that_have_no_data(three, how):
-    three.check("net_against_one_process", seed=random.randrange(2**31), how=how, empty=True)
+def test_a_net_trains_with_ranks_that_have_no_data(three, how, grouped):
+    three.check("net_against_one_process", seed=random.randrange(2**31), how=how, empty=True, grouped=grouped)
 
 
 def test_a_sharded_net_trains_as_in_one_process(two_on_cpu, three_on_cpu):
     """On a CPU alone: gloo does not scatter sums of GPU tensors, and NCCL takes a GPU for each rank."""
-    two_on_cpu.check("net_against_one_process", seed=random.randrange(2**31), how="fsdp")
-    three_on_cpu.check("net_against_one_process", seed=random.randrange(2**31), how="fsdp", empty=True)
+    for grouped in (False, True):
+        case = {"seed": random.randrange(2**31), "how": "fsdp", "grouped": grouped}
+        two_on_cpu.check("net_against_one_process", **case)
+        three_on_cpu.check("net_against_one_process", **case, empty=True)
 
 
 def test_converting_sync_batch_norm_keeps_its_group(two):
@@ -162,11 +187,11 @@ def test_a_lost_rank_fails_the_others_with_a_clear_error(tmp_path, what, world):
 if torch.cuda.is_available():
 
     @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-    @pytest.mark.parametrize("per_position", [True, False], ids=["per position", "pooled"])
+    @every_form
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-    def test_nccl_exchanges_without_waiting_on_the_host(one_on_gpu, dtype, per_position, masked):
+    def test_nccl_exchanges_without_waiting_on_the_host(one_on_gpu, dtype, form, masked):
         """A group of one, made to exchange: NCCL refuses two ranks on one GPU."""
-        one_on_gpu.check("through_nccl", dtype=dtype, per_position=per_position, masked=masked)
+        one_on_gpu.check("through_nccl", dtype=dtype, masked=masked, **form)
 
     def test_a_step_with_nccl_is_captured_in_a_graph(one_on_gpu):
         one_on_gpu.check("captured_with_nccl")
@@ -207,12 +232,12 @@ def test_kernels_share_the_work_of_a_rank(three_by_kernels, channel_dim, per_pos
 def test_kernels_meet_ranks_that_go_other_ways(three_by_kernels, per_position):
     """A rank without samples, one with a mask, one of another type."""
     against_the_oracle(three_by_kernels, per_position=per_position, masked=True, only=1, shares=[[2, 3, 4], [0, 2, 3]])
-    three_by_kernels.check("ranks_of_different_types", masked=False)
+    three_by_kernels.check("ranks_of_different_types", masked=False, options={})
 
 
 def test_kernels_in_all_else(two_by_kernels):
     two_by_kernels.check("sequences_of_different_lengths", seed=random.randrange(2**31), dtype="float32")
-    two_by_kernels.check("not_finite_on_one_rank", value=float("nan"))
+    two_by_kernels.check("not_finite_on_one_rank", value=float("nan"), options={})
     two_by_kernels.check("changed_in_place")
     two_by_kernels.check("without_gradient_of_the_input")
     two_by_kernels.check("net_against_one_process", seed=random.randrange(2**31), how="checkpoint", dtype="float32")

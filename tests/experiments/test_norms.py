@@ -74,6 +74,12 @@ def test_layer_norm_is_over_features_at_each_position():
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("features", [6, 16])
+def test_the_grouped_form_is_group_norm_at_a_single_sample(features):
+    x = torch.randn(1, features, 4, 5)
+    torch.testing.assert_close(NORMS["bln-grouped"](features, 1)(x), NORMS["gn"](features, 1)(x))
+
+
 def test_batch_renorm_begins_as_batch_norm_and_ends_near_its_running_statistics():
     x = torch.randn(32, 5, 4) * 2 + 1
     renorm, plain = BatchRenorm(5, warm=3, ramp=4), BatchNorm(5)

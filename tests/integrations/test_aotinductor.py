@@ -11,16 +11,13 @@ import bln
 from bln import BatchLayerNorm, StatisticsConfig
 
 CONFIGS = [str(config) for config in StatisticsConfig.all()]
+FORMS = ({}, {"per_position": False}, {"groups": 2}, {"groups": 3, "per_position": True})
 
 
 class EveryConfiguration(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            BatchLayerNorm(6, config=config, per_position=per_position)
-            for config in CONFIGS
-            for per_position in (True, False)
-        )
+        self.layers = nn.ModuleList(BatchLayerNorm(6, config=config, **form) for config in CONFIGS for form in FORMS)
 
     def forward(self, x):
         return [layer(x) for layer in self.layers]
@@ -29,7 +26,7 @@ class EveryConfiguration(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's exporter, of torch itself
 @pytest.mark.parametrize("frozen", [False, True])
 def test_compiled_ahead_of_time_at_any_batch_size(tmp_path, frozen):
-    """Every configuration with both kinds of positions in one library; the other is what bln.freeze leaves."""
+    """Every configuration of every form in one library; the other is what bln.freeze leaves."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.fail("AOTInductor takes a C++ compiler, and there is none: apt-get install g++")
     model = EveryConfiguration()
@@ -44,6 +41,6 @@ def test_compiled_ahead_of_time_at_any_batch_size(tmp_path, frozen):
     library = aoti_load_package(aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2")))
     for n in (1, 2, 9):
         x = torch.randn(n, 6, 4)
-        for config, y, expected in zip([c for c in CONFIGS for _ in "ab"], library(x), model(x), strict=True):
+        for config, y, expected in zip([c for c in CONFIGS for _ in FORMS], library(x), model(x), strict=True):
             # fused in another order, sums of up to 36 terms
             torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5, msg=lambda text, c=config: f"{c}: {text}")

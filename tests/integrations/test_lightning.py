@@ -25,7 +25,7 @@ class Classifier(L.LightningModule):
         self.save_hyperparameters()
         self.net = nn.Sequential(
             nn.Conv1d(3, 6, 3), nn.Tanh(), bln.BatchLayerNorm(6, momentum=momentum), nn.Flatten(), nn.Linear(36, 12),
-            nn.Tanh(), bln.BatchLayerNorm(12, momentum=momentum, per_position=False), nn.Linear(12, 3),
+            nn.Tanh(), bln.BatchLayerNorm(12, momentum=momentum, groups=4), nn.Linear(12, 3),
         )  # fmt: skip
 
     def forward(self, x):

@@ -64,11 +64,12 @@ def masks(n, *positions):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("per_position", [True, False])
+@pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("positions", [(), (4,), (3, 2)], ids=str)
-def test_every_configuration_at_batch_sizes_other_than_the_exported_one(per_position, masked, positions):
+def test_every_configuration_at_batch_sizes_other_than_the_exported_one(per_position, groups, masked, positions):
     channel_dim = -1 if len(positions) == 1 else 1
     axes = (*positions, 6) if channel_dim == -1 else (6, *positions)
-    model = EveryConfiguration(6, per_position=per_position, channel_dim=channel_dim)
+    model = EveryConfiguration(6, groups=groups, per_position=per_position, channel_dim=channel_dim)
     for _ in range(3):
         model(torch.randn(5, *axes) * 2 + 1)
     model.eval()
@@ -87,7 +88,7 @@ def test_every_configuration_at_batch_sizes_other_than_the_exported_one(per_posi
         for config, layer, y, expected in zip(CONFIGS, model.layers, theirs, ours, strict=True):
             population = remembered(layer)
             gamma, beta = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
-            options = {"eps": 1e-4, "mix_eps": 1e-4, "dim_scale": True}
+            options = {"eps": 1e-4, "mix_eps": layer.mix_eps, "dim_scale": layer.dim_scale, "groups": groups}
             truth = population.infer(
                 rows,
                 config,
@@ -98,16 +99,18 @@ def test_every_configuration_at_batch_sizes_other_than_the_exported_one(per_posi
                 **options,
             )
             # A current variance may be next to 0, the population's never is: eps bounds both.
-            bound = output(rows, truth, 0, np.zeros(()), population.inverse_m, gamma, beta, torch.float32, **options)
+            var_F = np.zeros(groups or ())
+            bound = output(rows, truth, 0, var_F, population.inverse_m, gamma, beta, torch.float32, **options)
             y = np.moveaxis(y, channel_dim, -1)
             close(y, truth, bound, f"{config}, {n} samples, against the oracle")
             close(y, expected.double().movedim(channel_dim, -1).numpy(), 2 * bound, f"{config}, {n} samples")
 
 
 @pytest.mark.parametrize("config", ["TTTT", "TTFF", "FFFF"])
-def test_the_newest_opset_and_the_length_of_sequences(config):
+@pytest.mark.parametrize("options", [{"position_shape": 9}, {"groups": 2}], ids=["published", "grouped"])
+def test_the_newest_opset_and_the_length_of_sequences(config, options):
     """Shorter sequences use the first positions, in onnxruntime too."""
-    layer = BatchLayerNorm(6, config=config, channel_dim=-1, position_shape=9)
+    layer = BatchLayerNorm(6, config=config, channel_dim=-1, **options)
     layer(torch.randn(5, 9, 6))
     layer.eval()
     shapes = ({0: Dim("batch"), 1: Dim("length", max=9)},)
@@ -118,16 +121,18 @@ def test_the_newest_opset_and_the_length_of_sequences(config):
         torch.testing.assert_close(torch.from_numpy(run(x)[0]), layer(x).detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_a_frozen_net_is_exported_without_a_trace_of_the_layer():
+@pytest.mark.parametrize("groups", [None, 2], ids=["published", "grouped"])
+def test_a_frozen_net_is_exported_without_a_trace_of_the_layer(groups):
     net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.Tanh(), BatchLayerNorm(4), nn.Flatten(), nn.Linear(64, 8), nn.Tanh(),
-        BatchLayerNorm(8), nn.Linear(8, 2),
+        nn.Conv2d(3, 4, 3), nn.Tanh(), BatchLayerNorm(4, groups=groups), nn.Flatten(), nn.Linear(64, 8), nn.Tanh(),
+        BatchLayerNorm(8, groups=groups), nn.Linear(8, 2),
     )  # fmt: skip
     net(torch.randn(5, 3, 6, 6))
     bln.configure(net, "TTTT")
     x = torch.randn(7, 3, 6, 6)
     expected = net.eval()(x).detach()
-    run, proto = exported(bln.freeze(net), (torch.randn(3, 3, 6, 6),), ({0: Dim("batch")},))
+    example = torch.randn(3, 3, 6, 6)
+    run, proto = exported(bln.freeze(net, example), (example,), ({0: Dim("batch")},))
     assert {node.op_type for node in proto.graph.node} <= {"Conv", "Tanh", "Reshape", "Flatten", "Gemm"}
     torch.testing.assert_close(torch.from_numpy(run(x)[0]), expected, atol=1e-5, rtol=1e-5)
 

@@ -113,6 +113,17 @@ def test_saved_and_loaded_again_outputs_are_equal(client, tmp_path):
     assert torch.equal(by_hand.eval()(**inputs).logits, expected)
 
 
+def test_other_groups_are_given_again_when_loading(tmp_path):
+    model, inputs = resnet()
+    train(bln.convert(model, groups=4), inputs, steps=3)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="converted with other groups than 8: give groups="):
+        bln.load_pretrained(type(model), tmp_path)
+    again = bln.load_pretrained(type(model), tmp_path, groups=4)
+    assert {layer.groups for layer in bln.layers(again).values()} == {4}
+    assert torch.equal(again(**inputs).logits, model.eval()(**inputs).logits)
+
+
 def test_sharded_files_and_tied_weights(tmp_path):
     model = bln.convert(BertForMaskedLM(BertConfig(**BERT)))
     tokens = torch.randint(50, (4, 9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,15 +30,19 @@ def deep():
     )  # fmt: skip
 
 
-def conv(per_position=True):
+def conv(**options):
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.Tanh(), bln.BatchLayerNorm(4, per_position=per_position), nn.Conv2d(4, 5, 2), nn.ReLU(),
-        bln.BatchLayerNorm(5, per_position=per_position, mix_eps=0.01), nn.Flatten(), nn.Linear(5 * 9, 3),
+        nn.Conv2d(2, 4, 3), nn.Tanh(), bln.BatchLayerNorm(4, **options), nn.Conv2d(4, 6, 2), nn.ReLU(),
+        bln.BatchLayerNorm(6, mix_eps=0.01, **options), nn.Flatten(), nn.Linear(6 * 9, 3),
     )  # fmt: skip
 
 
-def lenet():
-    norm = bln.BatchLayerNorm
+def grouped():
+    return conv(groups=2)
+
+
+def lenet(groups=None):
+    norm = partial(bln.BatchLayerNorm, groups=groups)
     return nn.Sequential(
         nn.Conv2d(3, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), norm(6),
         nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), norm(16), nn.Flatten(),
@@ -48,11 +53,12 @@ def lenet():
 class Residual(nn.Module):
     """The first BLN layer stands inside a skip connection."""
 
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
         self.stem = nn.Linear(6, 8)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), bln.BatchLayerNorm(8), nn.Linear(8, 8)) for _ in range(2)
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), bln.BatchLayerNorm(8, **options), nn.Linear(8, 8))
+            for _ in range(2)
         )
         self.head = nn.Linear(8, 3)
 
@@ -66,13 +72,13 @@ class Residual(nn.Module):
 class Masked(nn.Module):
     """Both layers are given the same mask: one before and one behind the first copies."""
 
-    def __init__(self, per_position=True):
+    def __init__(self, **options):
         super().__init__()
-        make = lambda: bln.BatchLayerNorm(4, channel_dim=-1, per_position=per_position)  # noqa: E731
+        make = lambda: bln.BatchLayerNorm(4, channel_dim=-1, **options)  # noqa: E731
         self.first, self.second = make(), make()
         self.embed, self.mix, self.head = nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
-    def forward(self, x, mask):
+    def forward(self, x, mask=None):
         x = self.first(torch.tanh(self.embed(x)), mask)
         x = self.second(torch.relu(self.mix(x)), mask)
         return self.head(x.sum(1))
@@ -81,11 +87,11 @@ class Masked(nn.Module):
 class Towers(nn.Module):
     """Two branches of two BLN layers each, added up."""
 
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
+        norm = partial(bln.BatchLayerNorm, 5, **options)
         self.left, self.right = (
-            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), bln.BatchLayerNorm(5), nn.Linear(5, 5), bln.BatchLayerNorm(5))
-            for _ in range(2)
+            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), norm(), nn.Linear(5, 5), norm()) for _ in range(2)
         )
         self.head = nn.Linear(5, 3)
 

@@ -1,11 +1,24 @@
 """Which way the configurations are run, and that it is found by comparing."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
-from search_nets import CONFIGS, ROUNDING, Residual, Towers, brute_force, copies, data, dense, lenet, trained
+from search_nets import (
+    CONFIGS,
+    ROUNDING,
+    Masked,
+    Residual,
+    Towers,
+    brute_force,
+    copies,
+    data,
+    dense,
+    lenet,
+    trained,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,9 +38,10 @@ def check(model, batches=BATCHES, loss=F.cross_entropy, **kwargs):
     return result.mode
 
 
-def test_lenet_runs_together():
+@pytest.mark.parametrize("groups", [None, 2])
+def test_lenet_runs_together(groups):
     shape = (3, 32, 32)
-    model = trained(lenet(), data((5, 5), shape, seed=1))
+    model = trained(lenet(groups), data((5, 5), shape, seed=1))
     assert check(model, data((5, 5), shape, 10, shift=0.2)) == "together"
 
 
@@ -52,7 +66,7 @@ class Stored(nn.Module):
         return self.head(self.norm(x).reshape(n, 6))
 
 
-@pytest.mark.parametrize("make", [Residual, Towers, Twice, Stored])
+@pytest.mark.parametrize("make", [Residual, partial(Residual, groups=4), Towers, Twice, Stored])
 def test_skips_branches_and_layers_used_twice_run_together(make):
     assert check(trained(make(), TRAIN)) == "together"
 
@@ -60,10 +74,10 @@ def test_skips_branches_and_layers_used_twice_run_together(make):
 class OverTime(nn.Module):
     """Layers over samples, and one whose first dimension is that of time."""
 
-    def __init__(self):
+    def __init__(self, groups):
         super().__init__()
         self.first, self.second, self.time = (
-            bln.BatchLayerNorm(4, channel_dim=-1, per_position=False) for _ in range(3)
+            bln.BatchLayerNorm(4, channel_dim=-1, per_position=False, groups=groups) for _ in range(3)
         )
         self.embed, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
 
@@ -72,9 +86,10 @@ class OverTime(nn.Module):
         return self.head(self.time(x).sum(0))
 
 
+@pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("lengths", [(12, 16), (12, 15), (16, 12)])
-def test_a_length_like_the_number_of_configurations_is_not_taken_for_copies(lengths):
-    model = trained(OverTime(), data((9, 9), (12, 2), seed=1))
+def test_a_length_like_the_number_of_configurations_is_not_taken_for_copies(lengths, groups):
+    model = trained(OverTime(groups), data((9, 9), (12, 2), seed=1))
     model.eval()
     inputs = [data((12,), (length, 2), shift=0.3)[0][0] for length in lengths]
     batches = [(x, model(x).detach()) for x in inputs]  # TTFF is best
@@ -271,8 +286,9 @@ def test_a_step_of_ones_own_runs_unusual_models():
     assert result["FTFF"].loss == pytest.approx(brute_force(model, BATCHES, ["FTFF"] * 2), rel=ROUNDING)
 
 
-def test_under_autocast():
-    model = trained(dense(), data((9, 9), dtype=torch.float32, seed=1), torch.float32)
+@pytest.mark.parametrize("make", [dense, partial(Residual, groups=4)])
+def test_under_autocast(make):
+    model = trained(make(), data((9, 9), dtype=torch.float32, seed=1), torch.float32)
     batches = data((7, 7, 4), shift=0.3, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         result = bln.search(model, batches, loss=F.cross_entropy)
@@ -280,6 +296,37 @@ def test_under_autocast():
         for row in result:
             # bfloat16 rounding, 2^-8, of the activations.
             assert row.loss == pytest.approx(brute_force(model, batches, [str(row.config)] * 2), rel=2**-8)
+
+
+@pytest.mark.parametrize("options", [{}, {"per_position": False}, {"groups": 2}], ids=str)
+def test_a_mask_given_by_padding_is_used_by_all_configurations(options):
+    """Padded entries hold NaN: without the mask no loss would be finite."""
+    model = Masked(**options).double()
+
+    def batch(n, seed):
+        ((x, targets),) = data((n,), (5, 2), shift=0.3, seed=seed)
+        mask = torch.arange(5) < torch.arange(n)[:, None] % 5 + 1
+        return torch.where(mask[..., None], x, torch.nan), mask, targets
+
+    for seed in (1, 2):
+        x, mask, _ = batch(9, seed)
+        model(x, mask)
+    batches = [batch(n, seed) for seed, n in enumerate((7, 7, 4), 3)]
+
+    def step(model, batch):
+        x, mask, targets = batch
+        with bln.padding(mask):
+            return model(x), targets
+
+    explicit = [((x, mask), targets) for x, mask, targets in batches]
+    for more in ({}, {"per_layer": True}, {"calibrate": batches[:2]}):
+        result = bln.search(model, batches, loss=F.cross_entropy, step=step, **more)
+        assert result.mode == "together"
+        if "calibrate" in more:
+            result.apply(model)
+        for row in result:
+            assignment = list(map(str, row.config.values())) if row.per_layer else [str(row.config)] * 2
+            assert row.loss == pytest.approx(brute_force(model, explicit, assignment), rel=ROUNDING)
 
 
 # ---- memory

@@ -1,6 +1,7 @@
 """A configuration for each layer, against all combinations."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from search_nets import (
     data,
     deep,
     dense,
+    grouped,
     trained,
 )
 from torch import nn
@@ -34,7 +36,8 @@ def letters(model, row):
 
 
 @pytest.mark.parametrize(
-    ("make", "train", "batches"), [(dense, TRAIN, BATCHES), (conv, *IMAGES), (Residual, TRAIN, BATCHES)]
+    ("make", "train", "batches"),
+    [(dense, TRAIN, BATCHES), (conv, *IMAGES), (grouped, *IMAGES), (Residual, TRAIN, BATCHES)],
 )
 def test_against_all_256(make, train, batches):
     model = trained(make(), train)
@@ -89,7 +92,7 @@ class SharedTower(Towers):
 
 
 @pytest.mark.parametrize("sizes", [(7, 7, 4), (1, 7, 1, 4)], ids=["", "one sample first"])
-@pytest.mark.parametrize("make", [behind_a_layer, Towers, SharedTower])
+@pytest.mark.parametrize("make", [behind_a_layer, Towers, SharedTower, partial(Towers, groups=1)])
 def test_skip_connections_and_parallel_branches_equal_the_long_way(make, sizes):
     model, batches = trained(make(), TRAIN), data(sizes, shift=0.3)
     result = bln.search(model, batches, loss=F.cross_entropy, per_layer=True)

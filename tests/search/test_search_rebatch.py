@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from search_nets import CONFIGS, ROUNDING, Residual, brute_force, copies, data, deep, dense, trained
+from search_nets import CONFIGS, ROUNDING, Residual, brute_force, copies, data, deep, dense, grouped, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,11 +24,15 @@ def batched(x, targets, order, size):
     return [(x[part], targets[part]) for part in torch.split(order, size)]
 
 
-@pytest.mark.parametrize("make", [dense, deep, Residual])
+IMAGES = data((9, 9), (2, 6, 6), seed=1), data((7, 7, 4), (2, 6, 6), shift=0.3)
+
+
+@pytest.mark.parametrize("make", [dense, deep, Residual, grouped])
 def test_arrangements_equal_the_long_way(make):
-    model = trained(make(), TRAIN)
-    result = bln.search(model, BATCHES, loss=F.cross_entropy, metrics="accuracy", rebatch=True)
-    x, targets = joined(BATCHES)
+    train, given = IMAGES if make is grouped else (TRAIN, BATCHES)
+    model = trained(make(), train)
+    result = bln.search(model, given, loss=F.cross_entropy, metrics="accuracy", rebatch=True)
+    x, targets = joined(given)
     shuffled = torch.randperm(18, generator=torch.Generator().manual_seed(0))
     ways = {
         "shuffled": batched(x, targets, shuffled, 7),
@@ -43,12 +47,13 @@ def test_arrangements_equal_the_long_way(make):
     assert result["FFFF"].rebatched["single"].loss != pytest.approx(result["FFFF"].loss, rel=1e-3)
 
 
-@pytest.mark.parametrize("make", [dense, Residual])
+@pytest.mark.parametrize("make", [dense, Residual, grouped])
 def test_single_samples_run_together(make):
-    model, made = trained(make(), TRAIN), []
+    train, given = IMAGES if make is grouped else (TRAIN, BATCHES)
+    model, made = trained(make(), train), []
     last = list(model.modules())[-1]
     last.register_forward_hook(lambda module, args, output: made.append((len(output), copies(output))))
-    bln.search(model, BATCHES, loss=F.cross_entropy, rebatch=True)
+    bln.search(model, given, loss=F.cross_entropy, rebatch=True)
     assert made.count((1, 1)) == 4 * 16  # the samples by which that is tried
     assert made[-3:] == [(1, 16 * 7), (1, 16 * 7), (1, 16 * 4)]
 
@@ -92,8 +97,10 @@ def test_operators_without_a_batching_rule_give_no_warning():
         assert row.loss == pytest.approx(brute_force(model, batches, [str(row.config)]), rel=ROUNDING)
 
 
-def test_population_batch_statistics_do_not_move():
-    result = bln.search(trained(dense(), TRAIN), BATCHES, loss=F.cross_entropy, rebatch=True)
+@pytest.mark.parametrize("make", [dense, grouped])
+def test_population_batch_statistics_do_not_move(make):
+    train, given = IMAGES if make is grouped else (TRAIN, BATCHES)
+    result = bln.search(trained(make(), train), given, loss=F.cross_entropy, rebatch=True)
     for row in result:
         moved = [abs(score.loss - row.loss) > 1e-9 for score in row.rebatched.values()]
         assert not any(moved) if not row.depends_on_batch else any(moved)
@@ -129,9 +136,9 @@ def labelled(sizes, seed):
     return batches
 
 
-def sided():
+def sided(groups=None):
     """Tells the classes by the sign of the normalized features."""
-    norm = bln.BatchLayerNorm(4, dim_scale=False, momentum=None)
+    norm = bln.BatchLayerNorm(4, groups=groups, dim_scale=False, momentum=None)
     model = nn.Sequential(norm, nn.Linear(4, 2))
     with torch.no_grad():
         model[1].weight.copy_(torch.tensor([[-1.0] * 4, [1.0] * 4]))
@@ -181,8 +188,9 @@ def test_without_metrics_a_collapse_is_half_the_loss_on_top(moved, collapses):
     assert bool(row.collapses) == collapses
 
 
-def test_robust_ranks_by_the_worst_case():
-    model, batches = sided(), labelled((25,) * 8, 0)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_robust_ranks_by_the_worst_case(groups):
+    model, batches = sided(groups), labelled((25,) * 8, 0)
     plain = bln.search(model, batches, loss=F.cross_entropy)
     robust = bln.search(model, batches, loss=F.cross_entropy, robust=True)
     worst = [row.worst.loss for row in robust]
@@ -192,10 +200,12 @@ def test_robust_ranks_by_the_worst_case():
     assert {str(row.config)[0] for row in robust.rows[:8]} == {"T"}
 
 
-def test_robust_per_layer_is_never_worse_than_robust_shared():
-    model = trained(dense(), TRAIN)
-    shared = bln.search(model, BATCHES, loss=F.cross_entropy, robust=True)
-    layers = bln.search(model, BATCHES, loss=F.cross_entropy, robust=True, per_layer=True)
+@pytest.mark.parametrize("make", [dense, grouped])
+def test_robust_per_layer_is_never_worse_than_robust_shared(make):
+    train, given = IMAGES if make is grouped else (TRAIN, BATCHES)
+    model = trained(make(), train)
+    shared = bln.search(model, given, loss=F.cross_entropy, robust=True)
+    layers = bln.search(model, given, loss=F.cross_entropy, robust=True, per_layer=True)
     assert layers.best.worst.loss <= shared.best.worst.loss
     tried = [row for row in layers if row.per_layer]
     assert all(set(row.rebatched) == {"shuffled", "sorted", "single"} for row in tried)
@@ -227,9 +237,9 @@ def test_samples_that_cannot_be_put_together_are_refused():
 # ---- calibration
 
 
-def stale():
+def stale(groups=None):
     """A net whose population statistics are not those of its weights: what reaches the layer was larger before."""
-    model = sided()
+    model = sided(groups)
     with torch.no_grad():
         for x, _ in labelled((25,) * 40, 1):
             model(3 * x + 4)
@@ -239,8 +249,9 @@ def stale():
 FRESH = labelled((25,) * 6, 2)
 
 
-def test_calibration_is_shown_with_what_it_gained():
-    model, batches = stale(), labelled((25,) * 4, 0)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_calibration_is_shown_with_what_it_gained(groups):
+    model, batches = stale(groups), labelled((25,) * 4, 0)
     before = copy.deepcopy(model.state_dict())
     plain = bln.search(model, batches, loss=F.cross_entropy)
     result = bln.search(model, batches, loss=F.cross_entropy, metrics="accuracy", calibrate=FRESH)
@@ -264,8 +275,9 @@ def test_calibration_is_shown_with_what_it_gained():
         assert result[config].loss == pytest.approx(brute_force(calibrated, batches, [config]), rel=rounding)
 
 
-def test_apply_puts_the_calibrated_statistics_in_place():
-    model, batches = stale(), labelled((25,) * 4, 0)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_apply_puts_the_calibrated_statistics_in_place(groups):
+    model, batches = stale(groups), labelled((25,) * 4, 0)
     result = bln.search(model, batches, loss=F.cross_entropy, calibrate=FRESH)
     result.apply(model, "TTFF")
     assert brute_force(model, batches, ["TTFF"]) == pytest.approx(result["TTFF"].loss, rel=1e-6)
@@ -277,9 +289,10 @@ def test_apply_puts_the_calibrated_statistics_in_place():
     assert brute_force(model, batches, ["TTFF"]) == pytest.approx(result["TTFF"].loss, rel=1e-6)
 
 
-def test_calibration_of_a_net_that_knows_no_positions_yet():
-    make = lambda: nn.Sequential(nn.Conv2d(2, 3, 3), bln.BatchLayerNorm(3), nn.Flatten(), nn.Linear(48, 3))  # noqa: E731
-    model = make().double()
+@pytest.mark.parametrize("groups", [None, 3])
+def test_calibration_of_a_net_that_knows_no_positions_yet(groups):
+    norm = bln.BatchLayerNorm(3, groups=groups, per_position=True)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), norm, nn.Flatten(), nn.Linear(48, 3)).double()
     images = data((7, 7), (2, 6, 6), seed=1)
     result = bln.search(model, data((7, 5), (2, 6, 6)), loss=F.cross_entropy, calibrate=images)
     assert model[1].population.position_shape is None
@@ -294,6 +307,7 @@ def test_calibration_of_a_net_that_knows_no_positions_yet():
         (lambda: bln.BatchLayerNorm(3, position_shape=(5, 4)), r"\(5, 4, 3\)"),
         (lambda: bln.BatchLayerNorm(3, per_position=False), r"\(3,\)"),
         (lambda: bln.BatchLayerNorm(4), r"\(4,\)"),
+        (lambda: bln.BatchLayerNorm(3, groups=1), r"\(3,\)"),
     ],
 )
 def test_apply_refuses_calibrated_statistics_of_another_shape_and_changes_nothing(other, keeps):
@@ -308,6 +322,17 @@ def test_apply_refuses_calibrated_statistics_of_another_shape_and_changes_nothin
         result.apply(unlike, "FFFF")
     after = unlike.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("per_position", [True, False])
+def test_apply_refuses_calibrated_statistics_of_other_groups(per_position):
+    model, other = (
+        nn.Sequential(bln.BatchLayerNorm(6, groups=groups, per_position=per_position), nn.Linear(6, 3)).double()
+        for groups in (2, 3)
+    )
+    result = bln.search(model, BATCHES, loss=F.cross_entropy, calibrate=TRAIN)
+    with pytest.raises(ValueError, match=r"layer '0' keeps statistics of shape \(3,\), .* \(2,\), groups of features"):
+        result.apply(other)
 
 
 class WithTable(nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 import optuna
 import pytest
 import torch
-from search_nets import CONFIGS, ROUNDING, all_assignments, brute_force, data, dense, trained
+from search_nets import CONFIGS, ROUNDING, all_assignments, brute_force, data, dense, grouped, trained
 from study_worker import task
 from torch.nn import functional as F
 
@@ -64,10 +64,14 @@ def wait_for(condition, process, seconds=60):
         time.sleep(0.05)
 
 
-def test_a_grid_finds_the_best_of_all_256():
-    model = trained(dense(), TRAIN)
-    expected = {a: brute_force(model, BATCHES, a) for a in all_assignments(model)}
-    result = bln.search(model, BATCHES, loss=F.cross_entropy, per_layer=True, sampler="grid", trials=256)
+@pytest.mark.parametrize(
+    ("make", "train", "batches"),
+    [(dense, TRAIN, BATCHES), (grouped, data((9,), (2, 6, 6), seed=1), data((7, 4), (2, 6, 6), shift=0.3))],
+)
+def test_a_grid_finds_the_best_of_all_256(make, train, batches):
+    model = trained(make(), train)
+    expected = {a: brute_force(model, batches, a) for a in all_assignments(model)}
+    result = bln.search(model, batches, loss=F.cross_entropy, per_layer=True, sampler="grid", trials=256)
     tried = {tuple(map(str, row.config.values() if row.per_layer else [row.config] * 2)): row.loss for row in result}
     assert tried.keys() == expected.keys()
     for assignment, loss in tried.items():

@@ -175,10 +175,15 @@ class SearchResult:
         found = layers(model) if self.statistics is not None else {}
         for name, layer in found.items():
             if not layer.population.fits(snapshot := (self.statistics or {})[name]):
+                kept, calibrated = layer.population.batch_mean.shape, snapshot[1]["batch_mean"].shape
+                what = "positions and features"
+                if kept == calibrated:
+                    kept, calibrated = layer.population.feature_mean.shape, snapshot[1]["feature_mean"].shape
+                    what = "groups of features, or positions without groups"
                 raise ValueError(
-                    f"layer {name!r} keeps statistics of shape {tuple(layer.population.batch_mean.shape)}, but the "
-                    f"search calibrated {tuple(snapshot[1]['batch_mean'].shape)}, positions and features; apply to the "
-                    "model that was searched, or bln.configure(model, ...) and bln.calibrate it"
+                    f"layer {name!r} keeps statistics of shape {tuple(kept)}, but the search calibrated "
+                    f"{tuple(calibrated)}, {what}; apply to the model that was searched, or "
+                    "bln.configure(model, ...) and bln.calibrate it"
                 )
         configure(model, which.config if isinstance(which, Row) else which)
         for name, layer in found.items():

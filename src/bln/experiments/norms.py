@@ -194,6 +194,9 @@ NORMS: dict[str, Norm] = {
     "rms": _last(partial(nn.RMSNorm, eps=1e-3)),
     "batchrenorm": _second(BatchRenorm),
     "none": lambda features, channel_dim: nn.Identity(),
+    "bln-grouped": lambda features, channel_dim: BatchLayerNorm(
+        features, groups=math.gcd(8, features), channel_dim=channel_dim, eps=1e-3, momentum=None
+    ),
     "bln-no-scale": partial(_bln, dim_scale=False),
     "bln-half": partial(_bln, kind=EqualWeights),
     "bln-shared": partial(_bln, per_position=False),

@@ -29,6 +29,7 @@ class Look(NamedTuple):
 LOOKS = {
     # Okabe and Ito's palette: told apart by colour-blind readers, and markers differ too.
     "bln": Look("BLN", "#0072b2", "#4aa8e0", "o"),
+    "bln-grouped": Look("BLN, grouped", "#5b2a86", "#c39bea", "h"),
     "bln-shared": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
     "bln-shared-no-scale": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
     "bn": Look("BN", "#d55e00", "#f08a3c", "s"),

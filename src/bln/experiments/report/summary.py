@@ -14,7 +14,7 @@ from ...config import StatisticsConfig
 
 FORMAT = 1
 TASKS = ("cnn", "rnn", "resnet", "digits-cnn", "digits-rnn")
-NORMS = ("bln", "bln-shared", "bln-shared-no-scale", "bn", "ln", "gn", "batchrenorm")
+NORMS = ("bln", "bln-grouped", "bln-shared", "bln-shared-no-scale", "bn", "ln", "gn", "batchrenorm")
 PROTOCOLS = ("paper", "clean")
 STATUSES = ("finished", "diverged", "running")
 CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")

@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from bln.kernels import backward, choices, forward, inference, population, sharing, synchronized, tiles
 from bln._spec import Spec
+from bln.kernels import backward, choices, forward, inference, population, sharing, synchronized, tiles
 from bln.kernels.launch import Given
 from bln.kernels.plan import Launch, Plan, Shape
 

@@ -308,13 +308,13 @@ def test_the_population_is_updated_as_operators_do(case, momentum, tiling, data)
     assert all(torch.isfinite(buffer).all() for buffer in mine.buffers())
 
 
-@pytest.mark.parametrize("tiling", [None, {}], ids=["", "small tiles"])
-@pytest.mark.parametrize("momentum", [None, 0.1, 0.0, 1.0])
-@pytest.mark.parametrize("channel_dim", [1, -1])
+@pytest.mark.parametrize(
+    ("channel_dim", "momentum", "tiling"), [(1, None, {}), (-1, 0.1, {}), (1, 0.0, None), (-1, 1.0, None)]
+)
 def test_a_population_after_many_mini_batches(channel_dim, momentum, tiling):
     """More features, groups and samples than a step has, as the oracle counts."""
-    shape = (6, 36, 5) if channel_dim == 1 else (6, 5, 36)
-    mine, truth = Population(36, (), groups=6).to(DEVICE), oracle.Population((), 36, 6)
+    shape = (6, 12, 5) if channel_dim == 1 else (6, 5, 12)
+    mine, truth = Population(12, (), groups=6).to(DEVICE), oracle.Population((), 12, 6)
     with tiled(tiling):
         for n in (6, 1, 4):
             case = case_of(shape, channel_dim, groups=6, mean=0.0)
@@ -329,8 +329,7 @@ def test_a_population_after_many_mini_batches(channel_dim, momentum, tiling):
     assert mine.samples.tolist() == [11] * 5
 
 
-@pytest.mark.parametrize("tiling", [None, {}], ids=["", "small tiles"])
-@pytest.mark.parametrize("momentum", [None, 0.1])
+@pytest.mark.parametrize(("momentum", "tiling"), [(None, None), (0.1, {})])
 def test_a_mini_batch_that_is_not_finite_changes_nothing(momentum, tiling):
     """A NaN, an infinity, or one variance more than float32 holds, of the last feature or of one sample's group."""
     mine, x = Population(12, (), groups=3).to(DEVICE), torch.randn(6, 12, 5, device=DEVICE)
@@ -511,11 +510,10 @@ def activated_case(shape, dtype, masked, with_residual, groups=2):
     return [on_device(t) for t in (x, gamma, beta, residual, mask)], spec
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("last", [False, True], ids=["", "features last"])
+@pytest.mark.parametrize(("dtype", "last"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_nonlinearities_and_residuals(activation, with_residual, masked, dtype, last):
     shape = (4, 6, 3, 5) if last else (4, 6, 7)
     tensors, spec = activated_case(shape, dtype, masked, with_residual)
@@ -789,6 +787,65 @@ def test_a_function_transform_falls_back_to_operators(chosen, launched):
     each = torch.func.vmap(lambda x: layer(x[None])[0])(x.detach())
     assert not launched
     torch.testing.assert_close(each, layer(x), rtol=1e-4, atol=1e-4)
+
+
+def parametrized(layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+
+
+def with_gaps(layer):
+    layer.weight = nn.Parameter(torch.stack([layer.weight.detach()] * 2, 1)[:, 0])
+
+
+def in_double(layer):
+    layer.weight = layer.bias = None
+    layer.population.double()
+
+
+@pytest.mark.parametrize("change", [parametrized, with_gaps, in_double])
+def test_another_layer_that_kernels_do_not_know_is_left_to_operators(change, chosen, launched, monkeypatch):
+    """Also where a layer with inputs of the same shape has taken the kernels before."""
+    layer, x = layer_of(4), torch.randn(6, 4, 5, device=DEVICE)
+    other = copy.deepcopy(layer)
+    if change is in_double:
+        layer.weight = layer.bias = None
+    layer(x), layer(x)
+    change(other)
+    twin = copy.deepcopy(other)
+    launched.clear()
+    y = other(x)
+    assert change is parametrized or not launched
+    monkeypatch.setattr(bln.functional, "_on_gpu", lambda x: False)
+    monkeypatch.setattr(bln.layer, "_quick", None)
+    torch.testing.assert_close(y, twin(x), rtol=1e-4, atol=1e-4)  # both in float32, in another order
+    for (name, mine), theirs in zip(other.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_forward_mode_derivatives_are_left_to_operators(chosen):
+    layer, x, tangent = layer_of(4), *torch.randn(2, 6, 4, 5, device=DEVICE)
+    layer(x), layer(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        found = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
+    step = 1e-6
+    moved = [
+        bln.functional.batch_layer_norm(
+            x.double() + sign * step * tangent, layer.weight.double(), layer.bias.double(), groups=2
+        )
+        for sign in (1, -1)
+    ]
+    expected = (moved[0] - moved[1]) / (2 * step)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)  # of a difference quotient
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (6, 3, 5)], ids=str)
+def test_what_the_layer_refuses_it_refuses_after_other_inputs(shape, chosen):
+    layer = layer_of(4)
+    layer(torch.randn(6, 4, 5, device=DEVICE)), layer(torch.randn(6, 4, 5, device=DEVICE))
+    layer_of(3, groups=1)(torch.randn(6, 3, 5, device=DEVICE))
+    with pytest.raises(ValueError, match="expected"):
+        layer(torch.randn(shape, device=DEVICE))
 
 
 def test_a_recomputed_forward_learns_once(chosen, launched):

@@ -41,7 +41,7 @@ POINTERS = [
 ]
 
 
-def build(kernel, name, dtype, warps, constants, pointers=()):
+def build(kernel, name, dtype, warps, constants, pointers=(), number="fp32"):
     """To machine code; ``constants`` are what a launch would make constant."""
     names = [parameter.name for parameter in kernel.params]
     constants = {"CHAINED": tiles.VERSION >= (3, 5), **constants} if "CHAINED" in names else constants
@@ -57,7 +57,7 @@ def build(kernel, name, dtype, warps, constants, pointers=()):
             types[each] = {"hidden": "*u8", "mask": "*u8"}.get(each, "*fp32")
         else:
             long = each == "N" and constants.get("LONG")  # there may be as many rows as values
-            types[each] = "fp32" if each in FLOATS else "i64" if long else "i32"
+            types[each] = number if each in FLOATS else "i64" if long else "i32"
     anywhere = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
     aligned = [each for each in names if types[each][0] == "*" and each not in anywhere]
     source = ASTSource(
@@ -106,26 +106,37 @@ def share(kernels, given, dtype):
 
 
 def plans(dtype, itemsize):
-    """All launches of the grouped layer, in both layouts, with and without what may be there."""
-    for shape, groups, masked, activation, full in (
-        (Shape(32, 64, 3136, True), 8, False, "relu", True), (Shape(32, 64, 3136, False), 8, False, None, False),
-        (Shape(4, 6, 49, True), 3, True, "gelu", False), (Shape(4, 1030, 50, False), 2, True, "silu", True),
-    ):  # fmt: skip
+    """Build all launches of the grouped layer, in both layouts, with and without what may be there.
+
+    ``ones`` are launches as torch's compiler makes them: sizes of 1 are constants, numbers float64.
+    """
+    for shape, groups, masked, activation, full, ones in (
+        (Shape(32, 64, 3136, True), 8, False, "relu", True, False),
+        (Shape(32, 64, 3136, False), 8, False, None, False, True),
+        (Shape(4, 6, 49, True), 3, True, "gelu", False, False),
+        (Shape(4, 1030, 50, False), 2, True, "silu", True, False),
+        (Shape(1, 1, 49, True), 1, True, None, True, True),
+    ):
         planned = Plan(shape, itemsize, Spec.of(groups=groups), masked, activation)
         about = f"{tuple(shape)}{' masked' * masked} {activation}"
+        number = "fp64" if ones else "fp32"
         absent = [] if masked else ["mask", "counts"]
         absent += [] if full else ["residual", "d_residual", "gamma", "beta"]
         for name, launch in vars(planned).items():
-            each = [launch[at] for at in (0, 3, 12, 15)] if isinstance(launch, list) else [launch]
+            each = [launch[at] for at in (0, 12)] if isinstance(launch, list) else [launch]
             for one in each:
                 if not isinstance(one, Launch) or (itemsize == 2 and name.startswith("join")):
                     continue  # what joins does not know the input's type
                 constants = one.constants | dict.fromkeys(absent)
                 constants |= dict.fromkeys(["d_residual"] if name == "apply_backward" else [])
                 constants |= dict.fromkeys([*POPULATION, "inverse_m"] if name == "join" else [])
-                known = [parameter.name for parameter in one.kernel.params]
-                constants = {key: value for key, value in constants.items() if key in known}
-                build(one.kernel, f"grouped {name} {about}", dtype, one.options["num_warps"], constants, ["inverse_m"])
+                names = [parameter.name for parameter in one.kernel.params]
+                if ones:
+                    numbers = zip(names[-len(one.rest) :], one.numbers, strict=False)
+                    constants |= {key: 1 for key, value in numbers if value == 1 and isinstance(value, int)}
+                constants = {key: value for key, value in constants.items() if key in names}
+                warps = one.options["num_warps"]
+                build(one.kernel, f"grouped {name} {about}", dtype, warps, constants, ["inverse_m"], number)
 
 
 def main() -> None:

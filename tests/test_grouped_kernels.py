@@ -225,7 +225,7 @@ def test_inputs_of_order_1e15():
 
 
 def test_gradients_are_the_same_bits_each_time():
-    x, gamma, *rest = arguments(case_of((3, 12, 61)))
+    x, gamma, *rest = arguments(case_of((2, 6, 37)))
     dy, found = torch.randn_like(x), []
     with small_tiles():
         for _ in range(2):
@@ -413,7 +413,7 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known, ti
     tolerance.close(case.to_rows(y), expected, bound, str(config))
 
 
-@pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"])
+@pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"] if GPU else ["TTFF", "TTTT"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize(
     ("shape", "channel_dim"),

@@ -161,10 +161,9 @@ def test_ragged_shapes_layouts_types_and_masks(case, tiling):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 4), (2, 1, 4), (1, 2, 4), (1, 3, 4), (1, 1)], ids=str)
-@pytest.mark.parametrize("train", ["train_with_statistics", "traced"])
-def test_one_feature_or_sample(shape, train):
+def test_one_feature_or_sample(shape):
     """Buffers so short that three more numbers at their end are as many as a feature has."""
-    compare(case_of(shape, groups=1), traced_with_statistics if train == "traced" else grouped.train_with_statistics)
+    compare(case_of(shape, groups=1))
 
 
 SHAPES = [
@@ -948,33 +947,3 @@ def test_statistics_on_request(chosen, launched):
     torch.testing.assert_close(y.double(), again, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-5, atol=1e-5)
-
-
-# ---- in compiled graphs
-
-
-def traced_with_statistics(x, gamma, beta, mask, channel_dim, spec):
-    """As ``train_with_statistics`` does where a compiler looks on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        return grouped.train_with_statistics(x, gamma, beta, mask, channel_dim, spec)
-
-
-@settings(max_examples=EXAMPLES)
-@given(case=grouped_cases, tiling=tilings)
-def test_the_traced_path_against_the_oracle(case, tiling):
-    with tiled(tiling):
-        compare(case, traced_with_statistics)
-
-
-@pytest.mark.parametrize("momentum", [None, 0.1])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-def test_the_traced_path_updates_the_population_as_the_eager_one(masked, momentum):
-    mine, theirs = (Population(6, (), groups=3).to(DEVICE) for _ in range(2))
-    for n in (4, 1, 5):
-        shape = (n, 6, 7)
-        case = case_of(shape, groups=3, mask=random_mask(shape, 1) if masked else None)
-        y, _ = grouped.train_traced(*arguments(case), (mine, momentum))
-        expected = grouped.train(*arguments(case), (theirs, momentum))
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)  # the map is fused in other ways
-    assert all(torch.equal(value, getattr(theirs, name)) for name, value in mine.named_buffers())

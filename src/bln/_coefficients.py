@@ -169,23 +169,38 @@ class _Rows:
         shape = like.movedim(self.channel_dim, 1 if self.channels_first else -1).shape
         return y.view(shape).movedim(1 if self.channels_first else -1, self.channel_dim)
 
+    @property
+    def large(self) -> bool:
+        """Whether a sample is so large that it pays to call torch's batch norm for each."""
+        return self.x[0].numel() >= _CHUNK // 4
+
     def chunks(self) -> Iterator[slice]:
         """Ranges of samples that fit in the cache."""
         step = max(1, _CHUNK // max(1, self.x[0].numel()))
         return (slice(start, start + step) for start in range(0, len(self.x), step))
 
+    def scratch(self) -> Iterator[tuple[slice, Tensor]]:
+        """Ranges of samples, with memory of their size that is the same each time."""
+        memory = None
+        for at in self.chunks():
+            memory = torch.empty_like(self.x[at]) if memory is None else memory
+            yield at, memory[: len(self.x[at])]
+
 
 def _measure(rows: _Rows) -> tuple[Tensor, Tensor]:
     """Mean and variance over positions, ``(N, C)``."""
-    x, over = rows.x, rows.over
-    mean = x.mean(over)
+    x = rows.x
+    if rows.channels_first:  # batch norm's statistics, of as many features as there are rows
+        mean, var = torch.batch_norm_update_stats(x.view(1, -1, x.shape[2]), None, None, 0.0)
+        return mean.view(x.shape[:2]), var.view(x.shape[:2])
+    if rows.large:
+        each = [torch.batch_norm_update_stats(sample, None, None, 0.0) for sample in x]
+        return torch.stack([mean for mean, _ in each]), torch.stack([var for _, var in each])
+    mean = x.mean(1)
     var = torch.empty_like(mean)
-    centred = None
-    for at in rows.chunks():
-        part = x[at]
-        centred = torch.empty_like(part) if centred is None else centred[: len(part)]
-        torch.sub(part, rows.beside(mean[at]), out=centred)
-        torch.mean(centred.square_(), over, out=var[at])
+    for at, centred in rows.scratch():
+        torch.sub(x[at], mean[at, None], out=centred)
+        torch.mean(centred.square_(), 1, out=var[at])
     return mean, var
 
 
@@ -257,11 +272,17 @@ def _sums(rows: _Rows, dy: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
             dy.view(shape), rows.x.view(shape), one, flat, one, flat, one, False, 0.0, [False, True, True]
         )
         return sums.view(mean.shape), dots.view(mean.shape)
+    if rows.large:
+        one = torch.ones_like(mean[0])
+        both = [
+            torch.ops.aten.native_batch_norm_backward.default(
+                g, v, one, u, one, u, one, False, 0.0, [False, True, True]
+            )
+            for g, v, u in zip(dy, rows.x, mean, strict=True)
+        ]
+        return torch.stack([sums for _, _, sums in both]), torch.stack([dots for _, dots, _ in both])
     sums, dots = dy.sum(1), torch.empty_like(mean)
-    product = None
-    for at in rows.chunks():
-        part = rows.x[at]
-        product = torch.empty_like(part) if product is None else product[: len(part)]
-        torch.sub(part, rows.beside(mean[at]), out=product)
+    for at, product in rows.scratch():
+        torch.sub(rows.x[at], mean[at, None], out=product)
         torch.sum(product.mul_(dy[at]), 1, out=dots[at])
     return sums, dots

@@ -140,7 +140,7 @@ def normalize(
         kernels = kernels_for(x, spec, x.shape[channel_dim], weight, bias)
     if kernels is not None and spec.groups is None:
         y, statistics = kernels.train(x, weight, bias, mask, channel_dim=channel_dim, **published(spec))
-    elif kernels is not None and spec.groups is not None and kernels.grouped.usable(x, channel_dim):
+    elif kernels is not None and not torch.compiler.is_compiling() and kernels.grouped.usable(x, channel_dim):
         y, statistics = kernels.grouped.train_with_statistics(x, weight, bias, mask, channel_dim, spec)
     elif spec.coefficients:
         tensors = x.to(dtype), gamma, beta, mask

@@ -216,7 +216,7 @@ class BatchLayerNorm(nn.Module):
         if kernels is None:
             pass
         elif self.groups is not None:
-            if kernels.grouped.usable(x, channel_dim) and (self.training or not compiling):
+            if kernels.grouped.usable(x, channel_dim) and not compiling:
                 return self._grouped(kernels.grouped, x, mask, channel_dim)
         elif not compiling and population.learned(positions, self.training):
             return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
@@ -244,9 +244,6 @@ class BatchLayerNorm(nn.Module):
             y = kernels.infer(*tensors, channel_dim, self.spec, self.population, self.config)
             return y
         remember = None if recomputing() else (self.population, self.momentum)
-        if torch.compiler.is_compiling():
-            y, _ = kernels.train_traced(*tensors, channel_dim, self.spec, remember)
-            return y
         global _quick
         _quick = kernels.train_layer
         y = kernels.train(*tensors, channel_dim, self.spec, remember)

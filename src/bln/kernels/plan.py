@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
@@ -87,15 +86,14 @@ def tile(shape: Shape, itemsize: int, row: Row) -> Tile:
     Nothing here depends on the number of samples, so that a sample's bits do not, either.
     """
     n, c, p, channels_first = shape
-    known = p if isinstance(p, int) else 64  # a compiler may leave it open; tiles are for any number
-    vec = math.gcd((p if isinstance(p, int) else 1) if channels_first else c, 16 // itemsize)
+    vec = math.gcd(p if channels_first else c, 16 // itemsize)
     if channels_first:
-        positions = min(power_of_two(known), row.width // itemsize)
+        positions = min(power_of_two(p), row.width // itemsize)
         features = min(power_of_two(c), max(1, row.values // positions))
-        positions = min(power_of_two(known), max(1, row.values // features))
+        positions = min(power_of_two(p), max(1, row.values // features))
     else:
         features = min(power_of_two(c), row.width // itemsize)
-        positions = min(power_of_two(known), max(1, row.values // features))
+        positions = min(power_of_two(p), max(1, row.values // features))
     tiles = -(-p // positions)
     splits = -(-tiles // max(1, row.run // (features * positions)))
     run = -(-tiles // splits) * positions  # ranges of one length, but for the last
@@ -155,18 +153,13 @@ class Launch:
             given = [each.data_ptr() if isinstance(each, Tensor) else each for each in pointers]
             self.run(self.programs, 1, 1, stream, self.function, self.metadata, None, None, None, *given, *self.rest)
 
-    def traced(self, stream: int, *pointers: Any) -> None:
-        """Launch inside of a ``torch.library.triton_op``, where a compiler looks on."""
-        kernel = torch.library.wrap_triton(self.kernel)
-        kernel[(self.programs,)](*pointers, *self.numbers, **self.constants, **self.options)
-
 
 class Over(Launch):
     """A launch over an input."""
 
     def __init__(self, name: str, shape: Shape, itemsize: int, groups: int, constants: dict[str, Any]) -> None:
         n, c, p, channels_first = shape
-        row = TABLE[name, channels_first, isinstance(p, int) and p < SHORT]
+        row = TABLE[name, channels_first, p < SHORT]
         over = tile(shape, itemsize, row)
         self.splits, self.sizes = over.splits, (n, c, p, over.run, over.splits, groups)
         constants = {**over.constants, **constants}
@@ -189,7 +182,7 @@ class Plan:
 
         joining, programs = joining_tile(n, c, groups)
         joining["MASKED"] = masked
-        numbers = spec.mix_eps, formula.weights(0.0, 0.0, c, spec.dim_scale)[0], spec.eps
+        numbers = float(spec.mix_eps), formula.weights(0.0, 0.0, c, spec.dim_scale)[0], float(spec.eps)
         sizes = *self.measure.sizes, *numbers
         self.join = Launch(affine.join, programs, sizes, joining)
         self.join_updating = Launch(affine.join, programs, sizes, joining)

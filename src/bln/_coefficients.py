@@ -165,7 +165,7 @@ class _Rows:
         return value.unsqueeze(self.over)
 
     def restore(self, y: Tensor, like: Tensor) -> Tensor:
-        """From rows to the shape of ``like``."""
+        """Return rows in the shape of ``like``."""
         shape = like.movedim(self.channel_dim, 1 if self.channels_first else -1).shape
         return y.view(shape).movedim(1 if self.channels_first else -1, self.channel_dim)
 

@@ -290,12 +290,12 @@ def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tupl
 
 
 def present(mask: Tensor) -> Tensor:
-    """Which samples have any real entry."""
+    """Find the samples that have any real entry."""
     return mask.reshape(mask.shape[0], math.prod(mask.shape[1:])).any(1)
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
-    """To divide by."""
+    """Clamp a count to 1, for use as a divisor."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 

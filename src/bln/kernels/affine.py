@@ -65,7 +65,7 @@ def offsets(c, p, C, P, CHANNELS_FIRST: tl.constexpr):
 
 @triton.jit
 def is_real(mask, n, p, P, MASKED: tl.constexpr):
-    """Which positions of a tile there are, and are not hidden.
+    """Mark the positions of a tile that exist and are not hidden.
 
     A range is whole tiles, so ``P`` is the only bound; a multiple of the vector width, unlike a range's end.
     """

@@ -145,7 +145,7 @@ def test_a_new_mini_batch_weighs_as_much_as_it_did(momentum):
     assert layer.momentum == momentum
     torch.testing.assert_close(layer.population.batch_mean, norm.running_mean)
     torch.testing.assert_close(layer.population.batch_var, norm.running_var)
-    torch.testing.assert_close(layer.population.feature_mean, x.mean(0))  # six features in six groups
+    torch.testing.assert_close(layer.population.feature_mean, x.view(8, 3, 2).mean((0, 2)))  # pairs of features
     layer = bln.convert(nn.LayerNorm(6)).train()
     layer(x)
     torch.testing.assert_close(layer.population.batch_mean, x.mean(0))
@@ -521,3 +521,10 @@ def test_a_converted_net_survives_a_round_trip(tmp_path):
     again.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
     x = torch.randn(2, 3, 6, 6)
     assert torch.equal(again.eval()(x), net.eval()(x))
+
+
+@pytest.mark.parametrize("features", [1, 4, 6, 7])
+def test_dense_layers_get_groups_of_two_features_or_more(features):
+    layer = bln.convert(nn.Sequential(nn.Linear(3, features), nn.BatchNorm1d(features)))[1]
+    assert features % layer.groups == 0
+    assert features == 1 or features // layer.groups >= 2

@@ -195,7 +195,9 @@ def _find_rule(norm: nn.Module, groups: int) -> _Rule | str:
 
 def _candidates(norm: Any, features: int, groups: int) -> Iterator[_Rule]:
     """What a norm may be, the likeliest first."""
-    divisor = max(g for g in range(1, min(groups, features) + 1) if features % g == 0)
+    # BatchNorm1d may stand behind a dense layer, where a group of one feature has nothing to normalize over.
+    most = max(1, features // 2) if isinstance(norm, nn.BatchNorm1d) else features
+    divisor = max(g for g in range(1, min(groups, most) + 1) if features % g == 0)
     tracked = getattr(norm, "running_mean", None) is not None
     instance = isinstance(norm, _INSTANCE_NORMS)
     for channel_dim in (-1, 1) if isinstance(norm, nn.LayerNorm) else (1, -1):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _padding
+from ._activation import MODULES, Activation
 from ._spec import Spec
 from .layer import BatchLayerNorm
 from .model import HOOKS
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -44,7 +46,8 @@ def convert(
     as ever with BLN: build transformers with ``batch_first=True``.
 
     A norm of another class, such as a subclass with an activation in it, is run on random inputs. It is replaced if
-    BLN computes the same, with what the norm holds behind it. A warning names the norms that are left and why, norms
+    BLN computes the same, with what the norm holds behind it: a lone ReLU, SiLU or exact GELU becomes ``activation=``,
+    anything else stays a module behind the layer. A warning names the norms that are left and why, norms
     whose hooks are gone, and a module that takes samples second; and says so if there is nothing to convert.
 
     Parts that are called with ``src_key_padding_mask``, ``tgt_key_padding_mask`` or, in Hugging Face's models,
@@ -324,6 +327,7 @@ def _replace(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
         momentum = getattr(norm, "momentum", 0.1)
         if isinstance(norm, _INSTANCE_NORMS):
             momentum = momentum or 0.0  # as torch takes None there
+    activation = _activation([norm.get_submodule(name) for name in rule.behind])
     layer = BatchLayerNorm(
         rule.features,
         groups=rule.groups,
@@ -335,6 +339,7 @@ def _replace(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
         affine=weight is not None,
         bias=bias is not None,
         dim_scale=False,
+        activation=activation,
         device=tensor.device,
         dtype=tensor.dtype,
     )
@@ -356,13 +361,29 @@ def _replace(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
             updates, m = (norm.num_batches_tracked, 32) if momentum is None else (forgotten, 1)
             population.mark_seen(["batch_mean", "batch_var"], updates, m)
     layer.train(norm.training)
-    if not rule.behind:
+    if activation is not None or not rule.behind:
         return layer
     new = NormAct()
     new.training = norm.training
     for name, child in (("norm", layer), *((name, norm.get_submodule(name)) for name in rule.behind)):
-        new.add_module(name, child)
+        setattr(new, name, child)  # add_module would find the norm's attributes, such as activation
     return new
+
+
+def _activation(behind: list[nn.Module]) -> Activation | None:
+    """The activation that all of these modules together are, if the layer has it."""
+    if any(getattr(module, hooks) for module in behind for hooks in HOOKS):
+        return None
+    working = [module for module in behind if not (isinstance(module, _DROPOUTS) and module.p == 0)]
+    if len(working) != 1 or any(True for _ in chain(working[0].parameters(), working[0].buffers())):
+        return None
+    name = type(working[0]).__name__.lower()
+    x = torch.linspace(-20, 20, 401, device="cpu", dtype=torch.float32)
+    for known, kind in MODULES.items():
+        # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.
+        if name == known and torch.equal(working[0](x.clone()), kind()(x)):
+            return known
+    return None
 
 
 def _layers(module: nn.Module) -> Iterator[BatchLayerNorm]:

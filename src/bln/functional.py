@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from . import _coefficients, formula, native
+from ._activation import Activation, check_activation, check_residual, finish
 from ._spec import Spec
 from .config import CURRENT, POPULATION, StatisticsConfig
 from .formula import Statistics
@@ -36,6 +37,8 @@ def batch_layer_norm(
     dim_scale: bool | None = ...,
     population: Statistics | None = ...,
     config: StatisticsConfig | str = ...,
+    residual: Tensor | None = ...,
+    activation: Activation | None = ...,
     return_statistics: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -53,6 +56,8 @@ def batch_layer_norm(
     dim_scale: bool | None = ...,
     population: Statistics | None = ...,
     config: StatisticsConfig | str = ...,
+    residual: Tensor | None = ...,
+    activation: Activation | None = ...,
     return_statistics: Literal[True],
 ) -> tuple[Tensor, Statistics]: ...
 def batch_layer_norm(
@@ -69,6 +74,8 @@ def batch_layer_norm(
     dim_scale: bool | None = None,
     population: Statistics | None = None,
     config: StatisticsConfig | str = "TTFF",
+    residual: Tensor | None = None,
+    activation: Activation | None = None,
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Normalize over the mini-batch and over features, mixed by ``1/m`` (eqs 10-17, or 18-25 given a population).
@@ -89,6 +96,8 @@ def batch_layer_norm(
         population: Statistics to choose from, features last, as ``Statistics`` says. Without them the mini-batch
             is normalized by its own, as in training.
         config: With ``population``, where each of the four statistics comes from.
+        residual: Added to what was normalized, of ``x``'s shape.
+        activation: Applied last: ``"relu"``, ``"silu"`` or ``"gelu"``, the exact one.
         return_statistics: Return ``(y, statistics)``; the statistics that were used, detached.
 
     Returns:
@@ -98,6 +107,8 @@ def batch_layer_norm(
     if not isinstance(channel_dim, SupportsIndex):
         raise TypeError(f"channel_dim must be an integer, 1 or -1 for features last, got {channel_dim!r}")
     channel_dim = check(x, mask, index(channel_dim), empty=population is not None)
+    activation = check_activation(activation)
+    check_residual(residual, x)
     spec.check_features(x.shape[channel_dim])
     config = StatisticsConfig.parse(config)
     if population is None and not set(config.priors) <= {POPULATION, CURRENT}:
@@ -119,6 +130,7 @@ def batch_layer_norm(
     if x.numel() == 0 and population is not None:
         return (x.clone(), population) if return_statistics else x.clone()
     y, statistics = normalize(x, weight, bias, mask, channel_dim, spec, population=population, config=config)
+    y = finish(y, residual, mask, channel_dim, activation)
     return (y, statistics) if return_statistics else y
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from operator import index
@@ -18,6 +18,8 @@ from ._activation import Activation, check_activation, check_residual, finish
 from ._spec import Spec
 from .config import CURRENT, POPULATION, StatisticsConfig
 from .formula import Statistics
+
+Recall = Callable[[Statistics], Statistics]
 
 __all__ = ["Statistics", "batch_layer_norm"]
 
@@ -144,9 +146,13 @@ def normalize(
     *,
     population: Statistics | None = None,
     config: StatisticsConfig | str = "TTFF",
+    recall: Recall | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Statistics]:
-    """``batch_layer_norm`` of what was checked, computed in ``dtype`` at least."""
+    """``batch_layer_norm`` of what was checked, computed in ``dtype`` at least.
+
+    ``recall`` joins the mini-batch's statistics with those of earlier ones, at inference.
+    """
     dtype = torch.promote_types(x.dtype, dtype)
     for other in (weight, bias, population and population.batch_mean):
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
@@ -165,7 +171,7 @@ def normalize(
             y, statistics = _coefficients.train(*tensors, channel_dim, spec)
         else:
             config = StatisticsConfig.parse(config)
-            y, statistics = _coefficients.infer(*tensors, channel_dim, spec, population, config)
+            y, statistics = _coefficients.infer(*tensors, channel_dim, spec, population, config, recall)
     elif population is None and mask is None and spec.groups is None:
         w_B, w_F = formula.weights(1 / x.shape[0], spec.mix_eps, x.shape[channel_dim], spec.dim_scale)
         y, statistics = native.train(
@@ -180,7 +186,9 @@ def normalize(
             statistics = current(rows, mask, spec)
         else:
             config = StatisticsConfig.parse(config)
-            statistics = formula.choose(config, current(rows, mask, spec, config), population)
+            own = current(rows, mask, spec, config)
+            own = recall(own) if recall is not None and config.uses_batch else own
+            statistics = formula.choose(config, own, population)
         y = formula.transform(rows, statistics, gamma, beta, spec=spec, xp=torch)
         if mask is not None:
             y = torch.where(mask[..., None], y, 0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import _padding, functional, synchronized
 from ._activation import Activation, check_activation, check_residual, finish
 from ._autograd import recomputing
+from ._memory import Memory
 from ._scripting import refuse_scripting
 from ._spec import Spec
 from .config import StatisticsConfig
@@ -100,6 +101,7 @@ class BatchLayerNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     population: Population
+    _memory: Memory | None
     _agreed = False  # with the other ranks, on positions
 
     def __init__(
@@ -143,6 +145,7 @@ class BatchLayerNorm(nn.Module):
         self.momentum = momentum
         self.config = config
         self.activation = activation
+        self.register_module("_memory", None)
         self.process_group = process_group
         for name, wanted in (("weight", affine), ("bias", affine and bias)):
             parameter = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if wanted else None
@@ -192,6 +195,23 @@ class BatchLayerNorm(nn.Module):
     @activation.setter
     def activation(self, value: Activation | None) -> None:
         self._activation = check_activation(value)
+
+    @property
+    def memory(self) -> Memory | None:
+        """Batch statistics of recent requests, which in ``eval()`` join the current ones; ``None`` for none.
+
+        Assign the samples to remember at most, or ``None``.
+        """
+        return self._memory
+
+    @memory.setter
+    def memory(self, samples: int | None) -> None:
+        if samples is not None and self.population.position_shape is None:
+            raise ValueError(
+                "the layer does not know its positions yet, so it cannot remember requests; run a training batch, or "
+                "pass position_shape="
+            )
+        self._memory = None if samples is None else Memory(self.population, samples)
 
     @property
     def process_group(self) -> ProcessGroup | Literal["world"] | None:
@@ -248,7 +268,10 @@ class BatchLayerNorm(nn.Module):
         shape = list(x.shape)
         del shape[channel_dim]
         m, entries = functional.count(shape, mask, self.per_position)
-        if self.groups is None and not torch.compiler.is_compiling():
+        recall = None
+        if self._memory is not None and not self.training:
+            recall = partial(self._memory.join, m=m, positions=positions)
+        if self.groups is None and recall is None and not torch.compiler.is_compiling():
             others = self.weight, self.bias, population.batch_mean
             kernels = functional.kernels_for(x, self.spec, self.num_features, *others)
             if kernels is not None and population.learned(positions, self.training):
@@ -263,6 +286,7 @@ class BatchLayerNorm(nn.Module):
             self.spec,
             population=None if self.training else population.statistics(positions, m),
             config=self.config,
+            recall=recall,
             dtype=population.batch_mean.dtype,
         )
         if self.training and not recomputing():
@@ -271,7 +295,8 @@ class BatchLayerNorm(nn.Module):
 
     def _grouped_kernels(self, x: Tensor, channel_dim: int, residual: Tensor | None) -> Any:
         """The kernels of the grouped layer, where they can do all of this call."""
-        if self.groups is None or x.shape[0] == 0 or torch.compiler.is_compiling():
+        recalls = self._memory is not None and not self.training
+        if self.groups is None or x.shape[0] == 0 or recalls or torch.compiler.is_compiling():
             return None
         others = self.weight, self.bias, self.population.batch_mean
         kernels = functional.kernels_for(x, self.spec, self.num_features, *others)
@@ -401,6 +426,8 @@ class BatchLayerNorm(nn.Module):
                 shown.append(f"{name}={value}")
         if self.activation is not None:
             shown.append(f"activation={self.activation}")
+        if self.memory is not None:
+            shown.append(f"memory={self.memory.samples}")
         if self.weight is None:
             shown.append("affine=False")
         elif self.bias is None:

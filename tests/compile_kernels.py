@@ -20,6 +20,7 @@ from bln.kernels.launch import Given
 from bln.kernels.plan import Launch, Plan, Shape
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse_m", "own_inverse_m", "entries_factor", "m_factor", "momentum"]
+FLOATS += ["E_B", "Std_B", "E_F", "Std_F"]
 POPULATION = ["batch_mean", "batch_var", "feature_mean", "feature_var", "kept_inverse_m", "updates", "samples"]
 INPUTS, COUNTERS = ["x", "second", "y", "dy", "dx", "residual", "d_residual"], ["updates", "samples"]
 POINTERS = [
@@ -123,20 +124,18 @@ def plans(dtype, itemsize):
         absent = [] if masked else ["mask", "counts"]
         absent += [] if full else ["residual", "d_residual", "gamma", "beta"]
         for name, launch in vars(planned).items():
-            each = [launch[at] for at in (0, 12)] if isinstance(launch, list) else [launch]
-            for one in each:
-                if not isinstance(one, Launch) or (itemsize == 2 and name.startswith("join")):
-                    continue  # what joins does not know the input's type
-                constants = one.constants | dict.fromkeys(absent)
-                constants |= dict.fromkeys(["d_residual"] if name == "apply_backward" else [])
-                constants |= dict.fromkeys([*POPULATION, "inverse_m"] if name == "join" else [])
-                names = [parameter.name for parameter in one.kernel.params]
-                if ones:
-                    numbers = zip(names[-len(one.rest) :], one.numbers, strict=False)
-                    constants |= {key: 1 for key, value in numbers if value == 1 and isinstance(value, int)}
-                constants = {key: value for key, value in constants.items() if key in names}
-                warps = one.options["num_warps"]
-                build(one.kernel, f"grouped {name} {about}", dtype, warps, constants, ["inverse_m"], number)
+            if not isinstance(launch, Launch) or (itemsize == 2 and name.startswith("join")):
+                continue  # what joins does not know the input's type
+            constants = launch.constants | dict.fromkeys(absent)
+            constants |= dict.fromkeys(["d_residual"] if name == "apply_backward" else [])
+            constants |= dict.fromkeys([*POPULATION, "inverse_m"] if name == "join" else [])
+            names = [parameter.name for parameter in launch.kernel.params]
+            if ones:
+                numbers = zip(names[-len(launch.rest) :], launch.numbers, strict=False)
+                constants |= {key: 1 for key, value in numbers if value == 1 and isinstance(value, int)}
+            constants = {key: value for key, value in constants.items() if key in names}
+            warps = launch.options["num_warps"]
+            build(launch.kernel, f"grouped {name} {about}", dtype, warps, constants, ["inverse_m"], number)
 
 
 def main() -> None:

@@ -142,6 +142,14 @@ def train_backward(
     return np.where(real[..., None], dx, 0.0), (dy * z).sum(rows), dy.sum(rows)
 
 
+def shrink(source, m, population, current):
+    """The population's value under T, the current one under F, else their mean with ``k`` samples beside ``m``."""
+    if source in ("T", "F"):
+        return population if source == "T" else current
+    share = float(source) / (float(source) + m)
+    return share * population + (1 - share) * current
+
+
 class Population:
     """The five population statistics and their averages over mini-batches."""
 
@@ -188,6 +196,16 @@ class Population:
                 f = m / self.var_samples[p] if momentum is None else max(momentum, 1 / self.var_updates[p])
                 self.var_B[p] += f * (s.var_B[p] * entries / (entries - 1) - self.var_B[p])
 
+    def choose(self, s, config):
+        """Eqs 18-21."""
+        E_B, Std_B, E_F, Std_F = config.split() if " " in config else config
+        m = s.m[..., None]
+        mean_B = shrink(E_B, m, self.mean_B, s.mean_B)  # eq 18
+        var_B = shrink(Std_B, m, self.var_B, s.var_B + (s.mean_B - mean_B) ** 2)  # eq 19: around the chosen mean
+        mean_F = shrink(E_F, 1, self.mean_F, s.mean_F)  # eq 20
+        var_F = shrink(Std_F, 1, self.var_F, s.var_F + (s.mean_F - mean_F) ** 2)  # eq 21
+        return mean_B, var_B, mean_F, var_F
+
     def infer(
         self, x, config, gamma=1.0, beta=0.0, *, mask=None, per_position=True, eps, mix_eps, dim_scale=True, groups=None
     ):
@@ -197,11 +215,7 @@ class Population:
         s = measure(x, mask, per_position, self.groups)
         if mask is not None:
             x = np.where(np.asarray(mask)[..., None], x, 0.0)
-        E_B, Std_B, E_F, Std_F = (letter == "T" for letter in config)
-        mean_B = self.mean_B if E_B else s.mean_B  # eq 18
-        var_B = self.var_B if Std_B else s.var_B + (s.mean_B - mean_B) ** 2  # eq 19: around the chosen mean
-        mean_F = self.mean_F if E_F else s.mean_F  # eq 20
-        var_F = self.var_F if Std_F else s.var_F + (s.mean_F - mean_F) ** 2  # eq 21
+        mean_B, var_B, mean_F, var_F = self.choose(s, config)
         inverse_m = np.where(self.updates > 0, self.inverse_m, 1 / np.maximum(s.m, 1))
         y = normalize(
             x,

@@ -80,5 +80,11 @@ def test_configurations_read_as_they_are_written():
     assert [str(StatisticsConfig.parse(str(config))) for config in configs] == [str(config) for config in configs]
     assert str(configs[0]) == "TTTT"
     assert StatisticsConfig.parse("TFFT") == StatisticsConfig(True, False, False, True)
+    for text in ("16 16 F F", "T 0.25 F 64", "1e+06 4 T T"):
+        assert str(StatisticsConfig.parse(text)) == text
+        assert StatisticsConfig.of(np.float32(StatisticsConfig.parse(text).priors)) == StatisticsConfig.parse(text)
+    assert StatisticsConfig.parse("inf 0 T F") == StatisticsConfig.parse("TFTF")
+    assert StatisticsConfig(1, 1, False, False) != StatisticsConfig(True, True, False, False)
+    assert len({StatisticsConfig(1, 1, False, False), StatisticsConfig.parse("TTFF")}) == 2
     with pytest.raises(AttributeError):
         configs[0].batch_mean = False

@@ -337,8 +337,22 @@ class TestBadInput:
             StatisticsConfig.parse(15)
 
     def test_letters_are_not_switches(self):
-        with pytest.raises(TypeError, match=r"True \(population\) or False.*parse\('TTFF'\)"):
+        with pytest.raises(TypeError, match=r"True \(population\), False.*parse\('TTFF'\)"):
             StatisticsConfig("T", "T", "F", "F")
+
+    @pytest.mark.parametrize("config", ["16 16 F", "16", "1616", "16 16 F F F", "16 x F F", "16,16,F,F"])
+    def test_a_configuration_that_is_not_four_letters_or_numbers(self, config):
+        with pytest.raises(ValueError, match="prior strengths too, such as '16 16 F F'"):
+            StatisticsConfig.parse(config)
+
+    @pytest.mark.parametrize("config", ["-1 16 F F", "nan T F F"])
+    def test_a_prior_that_is_no_number_of_samples(self, config):
+        with pytest.raises(ValueError, match=r"batch_mean has a prior strength of (-1|nan); it counts samples"):
+            StatisticsConfig.parse(config)
+
+    def test_a_prior_in_training(self):
+        with pytest.raises(ValueError, match=r"config='16 16 F F' has prior strengths.*pass population="):
+            batch_layer_norm(torch.ones(3, 4), config="16 16 F F")
 
 
 @pytest.mark.parametrize("channel_dim", [1, -1])

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import warnings
 
@@ -17,6 +18,7 @@ from bln import BatchLayerNorm, StatisticsConfig
 from cases import cases
 
 CONFIGS = [str(config) for config in StatisticsConfig.all()]
+PRIORS = ["16 16 F F", "F 2 T 0.5", "3 T 1 F", "0.25 4 8 1"]
 
 
 def state(layer):
@@ -70,7 +72,7 @@ class TestPopulation:
         layer.eval()
         rows, mask = inputs[-1]
         window = _Window(expected, rows.shape[1:-1] if per_position else ())
-        for config in CONFIGS:
+        for config in CONFIGS + PRIORS:
             layer.config = config
             y = layer(torch.tensor(rows), None if mask is None else torch.tensor(mask))
             wanted = window.infer(
@@ -214,7 +216,7 @@ class _Window(oracle.Population):
 
 
 class TestInference:
-    @pytest.mark.parametrize("config", CONFIGS)
+    @pytest.mark.parametrize("config", CONFIGS + PRIORS)
     @pytest.mark.parametrize("per_position", [True, False])
     @pytest.mark.parametrize("groups", [None, 2])
     @pytest.mark.parametrize("m", [1, 2, 25])
@@ -292,7 +294,7 @@ class TestInference:
             layer(torch.randn(4, 3, 4))
             assert layer.population.updates[0].tolist() == [1, 1, 1, 1, 0, 0]
 
-    @pytest.mark.parametrize("config", CONFIGS)
+    @pytest.mark.parametrize("config", CONFIGS + PRIORS)
     @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"groups": 2, "per_position": True}], ids=str)
     def test_fine_tuning_in_eval_has_gradients(self, config, options):
         layer = BatchLayerNorm(4, config=config, **options)
@@ -385,10 +387,12 @@ class TestStateDict:
         torch.nn.init.normal_(layer.weight)
         return layer
 
-    def test_it_holds_the_configuration_as_four_uint8(self):
-        found = [v for v in self.trained().state_dict().values() if v.dtype == torch.uint8]
-        assert len(found) == 1
-        assert found[0].tolist() == [0, 1, 0, 1]
+    @pytest.mark.parametrize("config", ["FTFT", "16 0.1 F T"])
+    def test_it_holds_the_configuration(self, config):
+        source, layer = self.trained(), BatchLayerNorm(3)
+        source.config = config
+        layer.load_state_dict(source.state_dict())
+        assert str(layer.config) == config
 
     @pytest.mark.parametrize("assign", [False, True])
     @pytest.mark.parametrize("target", [{}, {"position_shape": 5}, {"dtype": torch.float64}, {"device": "meta"}])
@@ -471,9 +475,11 @@ class TestStateDict:
         assert layer.weight.dtype == torch.float16
         assert layer.population.batch_var.dtype == torch.float32
 
-    @pytest.mark.parametrize("bad", [torch.tensor([1, 1]), torch.tensor([1, 1, 1, 7]), None, "TTFF"])
+    @pytest.mark.parametrize(
+        "bad", [torch.tensor([1.0, 1]), torch.tensor([1.0, 1, 1, -7]), torch.full((4,), math.nan), None, "TTFF"]
+    )
     def test_a_malformed_configuration_is_refused(self, bad):
-        with pytest.raises(ValueError, match="four uint8 of 0 and 1"):
+        with pytest.raises(ValueError, match="four prior strengths"):
             BatchLayerNorm(3).load_state_dict({**state(BatchLayerNorm(3)), "_extra_state": bad})
 
     def test_a_refused_state_leaves_statistics_and_configuration(self):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import formula
 from ._spec import Spec
 from .config import StatisticsConfig
-from .formula import Moments, Statistics, Switches, Total, at_positions
+from .formula import Moments, Priors, Statistics, Total, at_positions
 from .population import sizes
 
 COUNTERS = ("updates", "samples")
@@ -63,10 +63,10 @@ class Layer(NamedTuple):
         batch = self._measure(rows, mask, total or _own)
         return self._transform(rows, mask, batch.statistics), self._updated(batch, new_weight(momentum), total or _own)
 
-    def infer(self, rows: Any, mask: Any, switches: Any) -> Any:
-        """Normalize ``rows`` by the statistics chosen. ``switches`` is an array of four, 1 for population."""
+    def infer(self, rows: Any, mask: Any, priors: Any) -> Any:
+        """Normalize ``rows`` by the statistics chosen by ``priors``, an array of four."""
         rows = self._hide(rows, mask)
-        return self._transform(rows, mask, self._chosen(self._measure(rows, mask, _own), switches))
+        return self._transform(rows, mask, self._chosen(self._measure(rows, mask, _own), priors))
 
     # ---- a mini-batch
 
@@ -124,18 +124,18 @@ class Layer(NamedTuple):
 
     # ---- the population
 
-    def _chosen(self, batch: MiniBatch, switches: Any) -> Statistics:
+    def _chosen(self, batch: MiniBatch, priors: Any) -> Statistics:
         """Algorithm 2: the statistics of inference.
 
         Where nothing was seen yet, ``m`` is the mini-batch's. Which is chosen is data, so that a compiled function
-        serves all 16 configurations.
+        serves all configurations.
         """
         xp = self.xp
         population = Statistics(*(self._first(name, self.arrays[name]) for name in Statistics._fields))
         seen = self._first("inverse_m", self.arrays["updates"][_INVERSE_M]) > 0
         inverse_m = xp.where(seen, population.inverse_m, batch.statistics.inverse_m)
-        flags = xp.array(switches, "bool")
-        config = Switches(*(flags[at] for at in range(4)))
+        priors = xp.array(priors, batch.statistics.inverse_m.dtype)
+        config = Priors(*(priors[at] for at in range(4)))
         return formula.choose(config, batch.statistics, population._replace(inverse_m=inverse_m), xp.where)
 
     def _without_positions(self, name: str) -> bool:
@@ -248,11 +248,6 @@ def new_weight(momentum: float | None) -> float | None:
     return None if momentum is None else 1 - momentum
 
 
-def switches_of(config: StatisticsConfig | str) -> list[int]:
-    """A configuration as four numbers, 1 for population."""
-    return [int(letter == "T") for letter in str(StatisticsConfig.parse(config))]
-
-
-def config_of(switches: Any) -> StatisticsConfig:
-    """Four numbers as a configuration."""
-    return StatisticsConfig(*(bool(switch) for switch in switches))
+def priors_of(config: StatisticsConfig | str) -> list[float]:
+    """A configuration as four prior strengths."""
+    return list(StatisticsConfig.parse(config).priors)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from itertools import product
+from numbers import Real
+from typing import Any
+
+POPULATION, CURRENT = math.inf, 0.0
+"""The prior strengths of ``T`` and ``F``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StatisticsConfig:
-    """For each of the four statistics, in the paper's order: population (``True``) or current mini-batch (``False``).
+    """For each of the four statistics, in the paper's order: population (``True``), current mini-batch (``False``), or
+    a prior strength.
 
     Written as four letters, ``T`` for population: ``TTFF`` normalizes with the population's batch statistics and each
     sample's own feature statistics.
+
+    A prior strength ``k`` shrinks the current statistic towards the population's: of a statistic that ``m`` samples
+    stand behind, the population's share is ``k / (k + m)``. ``T`` is an infinite ``k``, ``F`` is 0. Written with
+    numbers, as in ``16 16 F F``; six significant digits are kept.
 
     Examples:
         >>> config = StatisticsConfig.parse("TTFF")
@@ -22,48 +33,124 @@ class StatisticsConfig:
         'TTFF'
         >>> len(list(StatisticsConfig.all()))
         16
+        >>> StatisticsConfig(16, 16, False, False)
+        StatisticsConfig('16 16 F F')
     """
 
-    batch_mean: bool
-    batch_std: bool
-    feature_mean: bool
-    feature_std: bool
+    batch_mean: bool | float
+    batch_std: bool | float
+    feature_mean: bool | float
+    feature_std: bool | float
 
     def __post_init__(self) -> None:
-        if not all(isinstance(switch, bool) for switch in astuple(self)):
-            raise TypeError(
-                f"each statistic is True (population) or False (current mini-batch), got {astuple(self)}; letters are "
-                "read by StatisticsConfig.parse('TTFF')"
-            )
+        for field in fields(self):
+            object.__setattr__(self, field.name, _source(getattr(self, field.name), field.name))
 
     @classmethod
     def parse(cls, value: str | StatisticsConfig) -> StatisticsConfig:
-        """Read four letters such as ``"TTFF"``; a ``StatisticsConfig`` passes through."""
+        """Read four letters such as ``"TTFF"``, or letters and numbers such as ``"16 16 F F"``.
+
+        A ``StatisticsConfig`` passes through.
+        """
         if isinstance(value, StatisticsConfig):
             return value
         if not isinstance(value, str):
             raise TypeError(f"a configuration is a StatisticsConfig or a string such as 'TTFF', not {value!r}")
-        if len(value) != 4 or not set(value) <= set("TF"):
-            raise ValueError(
-                f"{value!r} is not a configuration: expected four letters, each T (population) or F (current "
-                "mini-batch), for E_B, Std_B, E_F, Std_F, such as 'TTFF'"
-            )
-        return cls(*(letter == "T" for letter in value))
+        entries = value.split()
+        if len(entries) == 1 and set(value) <= {"T", "F"}:
+            entries = list(value)
+        if len(entries) != 4:
+            raise _unreadable(value)
+        return cls(*(_read(entry, value) for entry in entries))
+
+    @classmethod
+    def of(cls, priors: Any) -> StatisticsConfig:
+        """The configuration with these four prior strengths, infinite for the population."""
+        return cls(*(_letter(float(prior)) for prior in priors))
 
     @classmethod
     def all(cls) -> Iterator[StatisticsConfig]:
         """The 16 configurations, from ``TTTT`` to ``FFFF``."""
         return (cls(*switches) for switches in product((True, False), repeat=4))
 
+    @classmethod
+    def shrunk(cls, *priors: float) -> list[StatisticsConfig]:
+        """Batch statistics shrunk by each of these priors, feature statistics the sample's own: ``k k F F``.
+
+        >>> StatisticsConfig.shrunk(4, 16)
+        [StatisticsConfig('4 4 F F'), StatisticsConfig('16 16 F F')]
+        """
+        return [cls(prior, prior, False, False) for prior in priors]
+
+    @property
+    def priors(self) -> tuple[float, float, float, float]:
+        """The four prior strengths: infinite for the population, 0 for the current mini-batch."""
+        switches = self.batch_mean, self.batch_std, self.feature_mean, self.feature_std
+        a, b, c, d = (POPULATION if s is True else CURRENT if s is False else s for s in switches)
+        return a, b, c, d
+
     @property
     def uses_batch(self) -> bool:
         """Whether a prediction depends on the other samples of its mini-batch."""
-        return not (self.batch_mean and self.batch_std)
+        return self.batch_dependence > 0
 
     @property
     def uses_features(self) -> bool:
         """Whether a prediction depends on the sample's own feature statistics."""
-        return not (self.feature_mean and self.feature_std)
+        return min(self.priors[2:]) < POPULATION
+
+    @property
+    def batch_dependence(self) -> float:
+        """How much batch statistics come from the mini-batch: its share in both at one sample, from 0 to 2."""
+        return sum(1 / (1 + prior) for prior in self.priors[:2])
+
+    def __eq__(self, other: object) -> bool:
+        return self.priors == other.priors if isinstance(other, StatisticsConfig) else NotImplemented
+
+    def __hash__(self) -> int:  # of the priors, since True and a prior of 1 are equal in Python
+        return hash(self.priors)
 
     def __str__(self) -> str:
-        return "".join("T" if switch else "F" for switch in astuple(self))
+        letters = ["T" if p == POPULATION else "F" if p == CURRENT else f"{p:g}" for p in self.priors]
+        return ("" if set(letters) <= {"T", "F"} else " ").join(letters)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+
+def _letter(prior: float) -> bool | float:
+    return True if prior == POPULATION else False if prior == CURRENT else prior
+
+
+def _source(value: Any, name: str) -> bool | float:
+    """Where a statistic comes from, checked."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, Real):
+        raise TypeError(
+            f"{name} must be True (population), False (current mini-batch) or a prior strength, a number above 0; got "
+            f"{value!r}. Letters are read by StatisticsConfig.parse('TTFF')"
+        )
+    prior = float(value)
+    if not prior >= 0:
+        raise ValueError(
+            f"{name} has a prior strength of {prior:g}; it counts samples, so it must be a number above 0. T (True) is "
+            "the population alone, F (False) the current mini-batch alone"
+        )
+    return _letter(float(f"{prior:.6g}"))
+
+
+def _read(entry: str, value: str) -> bool | float:
+    if entry in ("T", "F"):
+        return entry == "T"
+    try:
+        return float(entry)
+    except ValueError:
+        raise _unreadable(value) from None
+
+
+def _unreadable(value: str) -> ValueError:
+    return ValueError(
+        f"{value!r} is not a configuration: expected four letters for E_B, Std_B, E_F, Std_F, each T (population) or F "
+        "(current mini-batch), such as 'TTFF'; or, with spaces between, prior strengths too, such as '16 16 F F'"
+    )

@@ -145,7 +145,7 @@ class BatchLayerNorm(nnx.Module):
         shape = (self.num_features,)
         self.scale = nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else nnx.data(None)
         self.bias = nnx.Param(bias_init(rngs.params(), shape, param_dtype)) if use_bias else nnx.data(None)
-        self.switches = nnx.BatchStat(jnp.array(_arrays.switches_of(config), jnp.uint8))
+        self.priors = nnx.BatchStat(jnp.array(_arrays.priors_of(config), jnp.float32))
         kept = jnp.promote_types(param_dtype, jnp.float32)
         for name, size in _arrays.shapes(positions or (), *shape, self.groups).items():
             kind = jnp.int32 if name in _arrays.COUNTERS else kept
@@ -165,11 +165,11 @@ class BatchLayerNorm(nnx.Module):
     @property
     def config(self) -> StatisticsConfig:
         """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
-        return _arrays.config_of(np.asarray(self.switches[...]))
+        return StatisticsConfig.of(np.asarray(self.priors[...]))
 
     @config.setter
     def config(self, value: StatisticsConfig | str) -> None:
-        self.switches.set_value(jnp.array(_arrays.switches_of(value), jnp.uint8))
+        self.priors.set_value(jnp.array(_arrays.priors_of(value), jnp.float32))
 
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
@@ -191,7 +191,7 @@ class BatchLayerNorm(nnx.Module):
         arrays = {name: None if v is None else v[...] for name, v in variables(self).items()}
         layer = _arrays.Layer(jnp, self.spec, arrays, used[0].stop if used else None)
         if infer:
-            y = layer.infer(rows, mask, self.switches[...])
+            y = layer.infer(rows, mask, self.priors[...])
         else:
             psum = partial(jax.lax.psum, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
             y, after = layer.train(rows, mask, self.momentum, None if self.axis_name is None else psum)

@@ -8,17 +8,21 @@ d)``. Names follow the paper, equation numbers stand beside the lines that are t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from ._spec import Spec
-from .config import StatisticsConfig
+from .config import CURRENT, POPULATION, StatisticsConfig
 
 Total = Callable[[Any], Any]
 """The sum of an array over devices."""
 
 
-class Switches(NamedTuple):
-    """A configuration for each of several groups of samples: boolean arrays that broadcast against the statistics."""
+class Priors(NamedTuple):
+    """A configuration as arrays: four prior strengths, infinite for the population and 0 for the mini-batch.
+
+    Each broadcasts against the statistics, so that it may differ between copies of a mini-batch.
+    """
 
     batch_mean: Any
     batch_std: Any
@@ -83,34 +87,55 @@ def at_positions(value: Any, rank: int) -> Any:
 
 
 def choose(
-    config: StatisticsConfig | Switches, current: Statistics, population: Statistics, where: Any = None
+    config: StatisticsConfig | Priors, current: Statistics, population: Statistics, where: Any = None
 ) -> Statistics:
-    """Eqs 18-21: the population's or the current mini-batch's value of each statistic.
+    """Eqs 18-21: the population's or the current mini-batch's value of each statistic, or a mean of both.
 
     A current deviation is measured around the mean that was chosen. Members of ``current`` that ``config`` does not
-    ask for may be ``None``. The weights are those of training: ``1/m`` is always the population's. To choose for each
-    group of samples, give ``config`` as ``Switches`` and the library's own ``where(switch, yes, no)``.
+    ask for may be ``None``. The weights are those of training: ``1/m`` is always the population's. To choose by
+    arrays, give ``Priors`` and the library's own ``where(condition, yes, no)``.
     """
+    priors = Priors(*config.priors) if isinstance(config, StatisticsConfig) else config
+    select = partial(_selected, where) if where is not None else _shrunk
 
-    def pair(mean: str, var: str, population_mean: Any, population_var: Any) -> tuple[Any, Any]:
-        if where is not None and getattr(current, mean) is not None:
-            chosen = where(population_mean, getattr(population, mean), getattr(current, mean))
-            around = getattr(current, var) + (getattr(current, mean) - chosen) ** 2  # + 0 around its own mean
-            return chosen, where(population_var, getattr(population, var), around)
-        if where is not None:
-            return getattr(population, mean), getattr(population, var)
-        chosen = getattr(population if population_mean else current, mean)
-        if population_var:
-            return chosen, getattr(population, var)
-        if not population_mean:
-            return chosen, getattr(current, var)
-        return chosen, getattr(current, var) + (getattr(current, mean) - chosen) ** 2
+    def pair(mean: str, var: str, prior_mean: Any, prior_var: Any, inverse_m: Any) -> tuple[Any, Any]:
+        own_mean, own_var = getattr(current, mean), getattr(current, var)
+        chosen = select(prior_mean, getattr(population, mean), own_mean, inverse_m)
+        elsewhere = own_mean is not None and chosen is not own_mean
+        around = own_var + (own_mean - chosen) ** 2 if elsewhere else own_var
+        return chosen, select(prior_var, getattr(population, var), around, inverse_m)
 
+    inverse_m = None if current.inverse_m is None else _each(current.inverse_m)
     return Statistics(
-        *pair("batch_mean", "batch_var", config.batch_mean, config.batch_std),  # eqs 18, 19
-        *pair("feature_mean", "feature_var", config.feature_mean, config.feature_std),  # eqs 20, 21
+        *pair("batch_mean", "batch_var", priors.batch_mean, priors.batch_std, inverse_m),  # eqs 18, 19
+        *pair("feature_mean", "feature_var", priors.feature_mean, priors.feature_std, 1.0),  # eqs 20, 21
         population.inverse_m,
     )
+
+
+def population_share(prior: Any, inverse_m: Any) -> Any:
+    """``k / (k + m)``: the weight of the population beside a statistic of ``m`` samples."""
+    return prior * inverse_m / (1 + prior * inverse_m)
+
+
+def _shrunk(prior: float, population: Any, current: Any, inverse_m: Any) -> Any:
+    """The value at a prior strength that is known: where it is infinite or 0, nothing is computed."""
+    if prior == POPULATION:
+        return population
+    if prior == CURRENT:
+        return current
+    return _mixed(population_share(prior, inverse_m), population, current)
+
+
+def _mixed(share: Any, population: Any, current: Any) -> Any:
+    return share * population + (1 - share) * current
+
+
+def _selected(where: Any, prior: Any, population: Any, current: Any, inverse_m: Any) -> Any:
+    """The value at prior strengths in an array."""
+    finite = where(prior < POPULATION, prior, 0.0)  # else inf / inf, whose NaN would enter derivatives
+    mixed = _mixed(population_share(finite, inverse_m), population, current)
+    return where(prior == POPULATION, population, where(prior == CURRENT, current, mixed))
 
 
 def bessel(count: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from . import _coefficients, formula, native
 from ._spec import Spec
-from .config import StatisticsConfig
+from .config import CURRENT, POPULATION, StatisticsConfig
 from .formula import Statistics
 
 __all__ = ["Statistics", "batch_layer_norm"]
@@ -100,6 +100,11 @@ def batch_layer_norm(
     channel_dim = check(x, mask, index(channel_dim), empty=population is not None)
     spec.check_features(x.shape[channel_dim])
     config = StatisticsConfig.parse(config)
+    if population is None and not set(config.priors) <= {POPULATION, CURRENT}:
+        raise ValueError(
+            f"config={str(config)!r} has prior strengths, which shrink statistics towards a population, but none is "
+            "given: pass population=, or leave config away to normalize by the mini-batch's own statistics"
+        )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if not (parameter is None or isinstance(parameter, Tensor)):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(parameter).__name__}")

@@ -162,7 +162,7 @@ class BatchLayerNorm(nn.Module):
 
     @property
     def config(self) -> StatisticsConfig:
-        """The statistics ``eval()`` uses; assign a ``StatisticsConfig`` or four letters."""
+        """The statistics ``eval()`` uses; assign a ``StatisticsConfig``, four letters, or priors too."""
         return self._config
 
     @config.setter
@@ -305,17 +305,20 @@ class BatchLayerNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def get_extra_state(self) -> Tensor:
-        """The configuration, as four uint8, so that a searched model is loaded as it was found."""
-        return torch.tensor([letter == "T" for letter in str(self.config)], dtype=torch.uint8, device="cpu")
+        """The configuration's prior strengths, infinite for the population: a searched model is loaded as found."""
+        return torch.tensor(self.config.priors, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
         """Take the configuration from a state dict."""
         if isinstance(state, Tensor) and state.is_meta:
             return
-        switches = state.tolist() if isinstance(state, Tensor) else state
-        if not isinstance(switches, list) or len(switches) != 4 or not set(switches) <= {0, 1}:
-            raise ValueError(f"the state dict's configuration must be four uint8 of 0 and 1, got {state!r}")
-        self.config = StatisticsConfig(*map(bool, switches))
+        priors = state.tolist() if isinstance(state, Tensor) else state
+        if not (isinstance(priors, list) and len(priors) == 4 and all(isinstance(p, float) and p >= 0 for p in priors)):
+            raise ValueError(
+                "the state dict's configuration must be four prior strengths, numbers from 0 (current mini-batch) to "
+                f"infinity (population), got {state!r}"
+            )
+        self.config = StatisticsConfig.of(priors)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Keep the configuration where the statistics will be refused; say what a BatchNorm's are good for."""

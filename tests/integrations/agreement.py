@@ -11,7 +11,7 @@ import bln
 import oracle
 import tolerance
 
-CONFIGS = [str(config) for config in bln.StatisticsConfig.all()]
+CONFIGS = [*map(str, bln.StatisticsConfig.all()), "16 16 F F", "F 2 T 0.5", "3 T 1 F"]
 SHAPES = {
     "dense": ((6, 6), -1),
     "sequence": ((5, 7, 4), -1),
@@ -174,10 +174,7 @@ def check_population(framework: Framework, layer: Any, expected: oracle.Populati
 
 def _inference_bound(population, config, rows, mask, options, wanted, gamma, beta):
     s = oracle.measure(rows, mask, options["per_position"], options["groups"])
-    E_B, Std_B, E_F, Std_F = (letter == "T" for letter in config)
-    mean_B, mean_F = population.mean_B if E_B else s.mean_B, population.mean_F if E_F else s.mean_F
-    var_B = population.var_B if Std_B else s.var_B + (s.mean_B - mean_B) ** 2
-    var_F = population.var_F if Std_F else s.var_F + (s.mean_F - mean_F) ** 2
+    _, var_B, _, var_F = population.choose(s, config)
     # A population mean may be larger than the input: it is subtracted, so it counts among the inputs' sizes.
     values = np.append(rows.ravel(), [np.abs(population.mean_B).max(), np.abs(population.mean_F).max()])
     inverse_m = np.where(population.updates > 0, population.inverse_m, 1 / np.maximum(s.m, 1))

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _coefficients, _padding, formula, functional
 from ..config import StatisticsConfig
-from ..formula import Switches
+from ..formula import Priors
 from ..layer import BatchLayerNorm
 from . import recurrent
 from .arrange import holds_samples, samples_in
@@ -61,7 +61,7 @@ def together(
 
     def run(*rows: Tensor) -> Any:
         forwards: dict[nn.Module, Callable[..., Any]] = {
-            layer: partial(_forward, layer, Switches(*row.unbind())) for layer, row in zip(changing, rows, strict=True)
+            layer: partial(_forward, layer, Priors(*row.unbind())) for layer, row in zip(changing, rows, strict=True)
         }
         with _replaced(forwards | recurrent.forwards(model)):
             return function()
@@ -119,14 +119,14 @@ def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
                 module.__dict__["forward"] = own
 
 
-def _forward(layer: BatchLayerNorm, switches: Switches, x: Tensor, mask: Tensor | None = None) -> Tensor:
+def _forward(layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """The layer's ``forward``, which asks for a mask given around the model."""
     if mask is None and _padding.known():
-        return _padding.normalize(layer, x, partial(_normalize, layer, switches))
-    return _normalize(layer, switches, x, mask)
+        return _padding.normalize(layer, x, partial(_normalize, layer, priors))
+    return _normalize(layer, priors, x, mask)
 
 
-def _normalize(layer: BatchLayerNorm, switches: Switches, x: Tensor, mask: Tensor | None) -> Tensor:
+def _normalize(layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | None) -> Tensor:
     """The layer's inference (eqs 18-25) with a configuration of tensors."""
     spec, channel_dim = layer.spec, functional.check(x, mask, layer.channel_dim)
     dtype = torch.promote_types(torch.promote_types(x.dtype, torch.float32), layer.population.batch_mean.dtype)
@@ -136,7 +136,7 @@ def _normalize(layer: BatchLayerNorm, switches: Switches, x: Tensor, mask: Tenso
         rows = torch.where(mask[..., None], rows, 0)
     m, _ = functional.count(rows.shape[:-1], mask, spec.per_position)
     population = layer.population.statistics(tuple(rows.shape[1:-1]) if spec.per_position else (), m)
-    s = formula.choose(switches, functional.current(rows, mask, spec), population, torch.where)
+    s = formula.choose(priors, functional.current(rows, mask, spec), population, torch.where)
     if spec.coefficients:
         y = _coefficients.apply(rows, s, gamma, beta, mask, rows.dim() - 1, spec)
     else:
@@ -148,6 +148,5 @@ def _normalize(layer: BatchLayerNorm, switches: Switches, x: Tensor, mask: Tenso
 
 @lru_cache(256)  # a device would have to wait for them each time
 def _table(configs: tuple[StatisticsConfig, ...], device: torch.device) -> Tensor:
-    """The switches of each copy, ``(copies, 4)``."""
-    rows = [(config.batch_mean, config.batch_std, config.feature_mean, config.feature_std) for config in configs]
-    return torch.tensor(rows, device=device)
+    """The prior strengths of each copy, ``(copies, 4)``."""
+    return torch.tensor([config.priors for config in configs], device=device)

@@ -119,7 +119,7 @@ class BatchLayerNormalization(keras.layers.Layer):
         self.gamma_constraint = keras.constraints.get(gamma_constraint)
         self.supports_masking = True
         self.gamma = self.beta = None
-        self._switches = None
+        self._priors = None
         self._config = StatisticsConfig.parse(config)
         self._calibrating = self._reached = False
 
@@ -133,13 +133,13 @@ class BatchLayerNormalization(keras.layers.Layer):
     @property
     def config(self) -> StatisticsConfig:
         """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
-        return self._config if self._switches is None else _arrays.config_of(to_numpy(self._switches))
+        return self._config if self._priors is None else StatisticsConfig.of(to_numpy(self._priors))
 
     @config.setter
     def config(self, value: StatisticsConfig | str) -> None:
         self._config = StatisticsConfig.parse(value)
-        if self._switches is not None:
-            self._switches.assign(_arrays.switches_of(self._config))
+        if self._priors is not None:
+            self._priors.assign(_arrays.priors_of(self._config))
 
     def get_config(self) -> dict[str, Any]:
         """What rebuilds the layer, the configuration of statistics as it is now."""
@@ -179,7 +179,7 @@ class BatchLayerNormalization(keras.layers.Layer):
         for name, size in _arrays.shapes(self._positions, features, self.groups).items():
             kind = "int" if name in _arrays.COUNTERS else dtype
             setattr(self, name, self._remember(name, size, _arrays.INITIAL[name], kind))
-        self._switches = self._remember("config", (4,), _arrays.switches_of(self._config), "uint8")
+        self._priors = self._remember("config", (4,), _arrays.priors_of(self._config), "float32")
 
     def _remember(self, name: str, shape: tuple[int, ...], value: Any, dtype: str) -> Any:
         def initializer(shape: Any, dtype: Any = None) -> Any:
@@ -242,7 +242,7 @@ class BatchLayerNormalization(keras.layers.Layer):
             for name, value in after.items():
                 getattr(self, name).assign(ops.stop_gradient(value))
         else:
-            y = layer.infer(rows, mask, ops.convert_to_tensor(self._switches))
+            y = layer.infer(rows, mask, ops.convert_to_tensor(self._priors))
         # Keras has cast floats to the policy's type; integers, such as those of images, become it here.
         kept = keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype))
         return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype if kept else self.compute_dtype)

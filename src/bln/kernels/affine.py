@@ -468,6 +468,23 @@ def apply(
 # ---- inference
 
 
+@triton.jit
+def between(prior, kept, own, m):
+    """The population's value, the current one, or a mean of both; the population's share is ``k / (k + m)``."""
+    finite = tl.where(prior < float("inf"), tl.cast(prior, tl.float32), 0.0)
+    share = finite / (finite + m)
+    mixed = share * kept + (1 - share) * own
+    return tl.where(prior < float("inf"), tl.where(prior > 0, mixed, own), kept)
+
+
+@triton.jit
+def shrink(prior_mean, prior_var, kept_mean, kept_var, own_mean, own_var, m):
+    """A mean and a variance of inference; a current variance is around the mean that was chosen."""
+    mean = between(prior_mean, kept_mean, own_mean, m)
+    own_var += (own_mean - mean) * (own_mean - mean)
+    return mean, between(prior_var, kept_var, own_var, m)
+
+
 @triton.jit(
     do_not_specialize=["N", "C", "P", "run", "splits", "groups"],
     do_not_specialize_on_alignment=[
@@ -476,21 +493,17 @@ def apply(
 )  # fmt: skip
 def join_inference(
     statistics, counts, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates,
-    N, C, P, run, splits, groups, mix_eps, scale, eps,
-    CONFIG: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    MASKED: tl.constexpr,
+    E_B, Std_B, E_F, Std_F, N, C, P, run, splits, groups, mix_eps, scale, eps,
+    BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of inference in a configuration, four bits of ``CONFIG``, 1 for population (eqs 18-21).
+    """Statistics of inference (eqs 18-21).
 
     Args:
         statistics: Written, as the module says; what stands behind it is not read where all comes from the population.
         counts: What ``measure`` wrote.
         batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates: The population.
+        E_B, Std_B, E_F, Std_F: The configuration's prior strengths.
     """
-    E_B: tl.constexpr = CONFIG // 8 % 2 == 1
-    STD_B: tl.constexpr = CONFIG // 4 % 2 == 1
-    E_F: tl.constexpr = CONFIG // 2 % 2 == 1
-    STD_F: tl.constexpr = CONFIG % 2 == 1
     program = tl.program_id(0)
     partial = after_groups(statistics, N, C, groups) + 4
     blocks = tl.cdiv(C, BA)
@@ -502,26 +515,20 @@ def join_inference(
         c = program * BA + tl.arange(0, BA)
         mean_B = tl.load(batch_mean + c, mask=c < C, other=0.0)
         var_B = tl.load(batch_var + c, mask=c < C, other=1.0)
-        if not (E_B and STD_B):
-            own_mean_B, own_var_B = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
-            if not E_B:
-                mean_B = own_mean_B  # eq 18
-            if not STD_B:  # eq 19, around the mean that was chosen
-                var_B = own_var_B + (own_mean_B - mean_B) * (own_mean_B - mean_B)
+        if tl.minimum(E_B, Std_B) < float("inf"):
+            own_mean, own_var = batch_of(partial, counts, program, N, C, P, run, splits, BR, BA, MASKED)
+            mean_B, var_B = shrink(E_B, Std_B, mean_B, var_B, own_mean, own_var, tl.maximum(m, 1.0))  # eqs 18, 19
         store_statistics(statistics, c, C, mean_B, var_B, w_B, eps, c < C)
     else:
         q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
         width = tl.cast(N, tl.int64) * groups
         mean_F = tl.load(feature_mean + q % groups, mask=q < width, other=0.0)
         var_F = tl.load(feature_var + q % groups, mask=q < width, other=1.0)
-        if not (E_F and STD_F):
-            own_mean_F, own_var_F = features_of(
+        if tl.minimum(E_F, Std_F) < float("inf"):
+            own_mean, own_var = features_of(
                 partial, counts, program - blocks, N, C, P, run, splits, groups, BQ, BK, MASKED
             )
-            if not E_F:
-                mean_F = own_mean_F  # eq 20
-            if not STD_F:
-                var_F = own_var_F + (own_mean_F - mean_F) * (own_mean_F - mean_F)  # eq 21
+            mean_F, var_F = shrink(E_F, Std_F, mean_F, var_F, own_mean, own_var, 1.0)  # eqs 20, 21
         store_statistics(statistics + 4 * C, q, width, mean_F, var_F, w_F, eps, q < width)
 
 

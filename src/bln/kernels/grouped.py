@@ -319,8 +319,7 @@ class _Infer(torch.autograd.Function):
             found, counts = measured(x, real, plan, stream)
         else:
             found, counts = torch.empty(plan.statistics, dtype=torch.float32, device=x.device), None
-        bits = int("".join("1" if letter == "T" else "0" for letter in str(config)), 2)
-        plan.join_inference[bits](stream, found, counts, *kept[:6])
+        plan.join_inference(stream, found, counts, *kept[:6], *config.priors)
         y = torch.empty_like(x)
         plan.apply(stream, x, y, residual, real, found, gamma, beta)
         ctx.rest = mask, call.channel_dim, call.spec, population, config, call.activation

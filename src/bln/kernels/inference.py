@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import formula
 from .._autograd import differentiate
 from .._spec import Spec
-from ..config import StatisticsConfig
+from ..config import CURRENT, POPULATION, StatisticsConfig
 from ..formula import Statistics
 from ..functional import current
 from . import choices, launch, reductions, tiles
@@ -65,6 +65,8 @@ def infer(
         return as_it_came(y, x, channel_dim)
     left = slabs.entries(mask, per_position)
     numbers = options(slabs.c, eps, mix_eps, dim_scale, x.shape[0])
+    if not set(config.priors[2:]) <= {POPULATION, CURRENT}:  # the kernels take one or the other for each sample
+        return _plain_inference(x, gamma, beta, left, slabs, channel_dim, numbers, kept, config)
     normalized: Tensor = _Infer.apply(  # type: ignore[no-untyped-call]
         x, gamma, beta, left, slabs, channel_dim, numbers, kept, config
     )
@@ -153,7 +155,8 @@ def _batch(
         own_mean, square, real, _ = torch.split(joined, [q * c, q * c, q, 2 * q])
         shape = (c, q) if across else (q, c)
         own_mean, square = (t.view(shape).T if across else t.view(shape) for t in (own_mean, square))
-        own = Statistics(own_mean, square / real.clamp(min=1)[:, None], None, None, None)
+        inverse_m = own_mean.new_full((), numbers.inverse_m) if left is None else left.inverse_m
+        own = Statistics(own_mean, square / real.clamp(min=1)[:, None], None, None, inverse_m)
         batch_only = StatisticsConfig(config.batch_mean, config.batch_std, True, True)
         mean, var, *_ = formula.choose(batch_only, own, Statistics(mean, var, None, None, None))
     return mean.contiguous(), var.contiguous()

@@ -186,9 +186,7 @@ class Plan:
         sizes = *self.measure.sizes, *numbers
         self.join = Launch(affine.join, programs, sizes, joining)
         self.join_updating = Launch(affine.join, programs, sizes, joining)
-        self.join_inference = [
-            Launch(affine.join_inference, programs, sizes, {"CONFIG": config, **joining}) for config in range(16)
-        ]
+        self.join_inference = Launch(affine.join_inference, programs, sizes, joining)
         sizes = n, c, p, self.measure_backward.splits, self.measure.splits, groups, *numbers
         self.join_backward = Launch(affine.join_backward, programs, sizes, joining)
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import scipy.ndimage  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from PIL import Image
 
-Images = NDArray[np.float32]
-"""Images ``(N, 3, H, W)`` from 0 to 1."""
+Images = Any
+"""Arrays ``(N, 3, H, W)`` in float32, from 0 to 1; NumPy's operators do not tell its types."""
 Bytes = NDArray[np.uint8]
 
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -43,7 +44,10 @@ def corrupt(images: Bytes, name: str, severity: int, seed: int = 0) -> Bytes:
         raise ValueError(f"expected square images (N, 3, H, H) in uint8, got {images.shape} in {images.dtype}")
     rng = np.random.default_rng([seed, zlib.crc32(name.encode()), severity])
     corrupted = _CORRUPTIONS[name](images.astype(np.float32) / 255, severity - 1, rng)
-    return (np.clip(corrupted, 0, 1) * 255 + 0.01).astype(np.uint8)  # cut, as published; whole numbers stay whole
+    pixels: Bytes = (np.clip(corrupted, 0, 1) * 255 + 0.01).astype(
+        np.uint8
+    )  # cut, as published; whole numbers stay whole
+    return pixels
 
 
 # ---- noise
@@ -77,8 +81,7 @@ def _defocus_blur(x: Images, at: int, rng: np.random.Generator) -> Images:
     taps = np.exp(-(np.arange(-1, 2) ** 2) / (2 * alias**2)).astype(np.float32)
     taps /= taps.sum()
     kernel = scipy.ndimage.convolve(disk / disk.sum(), np.outer(taps, taps), mode="constant")
-    blurred: Images = scipy.ndimage.convolve(x, kernel[None, None], mode="mirror")
-    return blurred
+    return scipy.ndimage.convolve(x, kernel[None, None], mode="mirror")
 
 
 def _gaussian_blur(x: Images, at: int, rng: np.random.Generator) -> Images:
@@ -249,8 +252,7 @@ TEST, VALIDATION = tuple(_CORRUPTIONS)[:15], tuple(_CORRUPTIONS)[15:]
 
 def _smooth(x: Images, sigma: float) -> Images:
     """Blur by a Gaussian; pixels beyond the edge are those at the edge."""
-    smooth: Images = scipy.ndimage.gaussian_filter(x, (0, 0, sigma, sigma), mode="nearest")
-    return smooth
+    return scipy.ndimage.gaussian_filter(x, (0, 0, sigma, sigma), mode="nearest")
 
 
 def _zoom(x: Images, factor: float) -> Images:
@@ -316,7 +318,7 @@ def _sample(x: Images, rows: NDArray[np.float64], columns: NDArray[np.float64]) 
     size = x.shape[2]
     which = np.arange(len(x))[:, None, None]
 
-    def mirrored(place: NDArray[np.int64]) -> NDArray[np.int64]:
+    def mirrored(place: NDArray[np.int64]) -> Any:
         place = np.abs(place) % (2 * size - 2)
         return np.minimum(place, 2 * size - 2 - place)
 

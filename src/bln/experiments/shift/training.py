@@ -37,7 +37,7 @@ class Recipe:
 
     norm: str
     seed: int
-    images: int = 30_000
+    images: int = 20_000
     epochs: int = 8
     batch_size: int = 32
     learning_rate: float = 0.003

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -61,10 +61,23 @@ class Settings:
         )
 
 
-class RunFolder:
+class Named(Protocol):
+    """Settings of any kind: a dataclass of plain values, and the name of their folder."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The run's folder."""
+
+
+NamedT = TypeVar("NamedT", bound=Named)
+
+
+class RunFolder(Generic[NamedT]):
     """The files of one run."""
 
-    def __init__(self, out: Path, settings: Settings) -> None:
+    def __init__(self, out: Path, settings: NamedT) -> None:
         self.path = out / "runs" / settings.name
         self.settings = settings
 
@@ -140,6 +153,10 @@ class RunFolder:
             return None
         del found["metrics_sha256"]
         return found
+
+    def best(self) -> dict[str, Any] | None:
+        """The weights that a finished run has left; ``None`` where they are missing or harmed."""
+        return read_tensors(self.path / "best.pt", torch.device("cpu"))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of whole epochs."""

@@ -84,7 +84,7 @@ def _life(settings: Settings, out: Path, data_dir: Path, device: torch.device) -
 class _Training:
     """One run. While it pauses others work: what it sets outside of itself must hold for one step alone."""
 
-    def __init__(self, settings: Settings, folder: RunFolder, data_dir: Path, device: torch.device) -> None:
+    def __init__(self, settings: Settings, folder: RunFolder[Settings], data_dir: Path, device: torch.device) -> None:
         self.settings, self.folder, self.device = settings, folder, device
         self.task: Task = TASKS[settings.task]
         self.split = self.task.split(data_dir, settings.fraction, settings.seed)

@@ -613,6 +613,7 @@ class TestBadInput:
 def test_integers_of_any_kind_are_sizes():
     layer = BatchLayerNorm(np.int64(3), position_shape=(np.int64(4), 5))
     assert type(layer.num_features) is int
+    assert type(BatchLayerNorm(3, channel_dim=np.int64(-1)).channel_dim) is int
     assert layer.population.position_shape == (4, 5)
     assert BatchLayerNorm(3, position_shape=np.int32(7)).population.position_shape == (7,)
 

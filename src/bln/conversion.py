@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -53,6 +53,7 @@ def convert(
     Parts that are called with ``src_key_padding_mask``, ``tgt_key_padding_mask`` or, in Hugging Face's models,
     ``attention_mask`` get hooks that give it to the BLN layers inside, see ``bln.padding``: in training padding enters
     no statistic. In ``eval()`` they do so only where a configuration takes batch statistics from the mini-batch.
+    Training warns once where such a mask does not reach what was a LayerNorm, as one outside of those parts.
 
     With ``process_group`` all BLN layers are synchronized over its ranks: those made here, and those that were there,
     which keep statistics, parameters and configuration.
@@ -81,7 +82,29 @@ def convert(
     if groups is None:
         raise ValueError("groups must be an integer of at least 1, got None; what is made of a BatchNorm has groups")
     Spec.of(groups)
-    replacements: dict[nn.Module, nn.Module] = {}
+    found, notes = replacements(model, groups)
+    swap(model, found)
+    converted = found.get(model, model)
+    if not (notes or any(_layers(converted))):
+        notes.append(
+            f"{type(model).__name__} has no norms, and is as it was; bln.insert(model, example) puts BLN behind its "
+            "nonlinearities"
+        )
+    for module in converted.modules():
+        _leave_fast_path(module)
+        if isinstance(module, BatchLayerNorm) and process_group is not None:
+            module.process_group = process_group
+    _padding.install(converted, lambda module: isinstance(module, BatchLayerNorm))
+    if notes:
+        warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
+    return converted
+
+
+def replacements(
+    model: nn.Module, groups: int, *, batch_norms: bool = False
+) -> tuple[dict[nn.Module, nn.Module], list[str]]:
+    """The BLN layer for each norm of a model, for batch norms alone if asked; and notes on what is left or lost."""
+    found: dict[nn.Module, nn.Module] = {}
     notes: list[str] = []
     left: dict[str, list[str]] = {}
     like = next(chain(model.parameters(), model.buffers()), torch.empty(0))
@@ -98,33 +121,25 @@ def convert(
         if isinstance(rule, str):
             left.setdefault(f"left as it is, {_qualified(module)}: {rule}", []).append(name)
             continue
-        replacements[module] = _replace(module, rule, like)
+        if batch_norms and rule.kind != "batch":
+            continue
+        found[module] = _replace(module, rule, like)
         if any(getattr(module, hooks) for hooks in HOOKS):
             notes.append(f"{name}: its hooks stay with the {type(module).__name__} that was there; register them anew")
     for reason, names in left.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         notes.append(f"{', '.join(names[:3])}{more}: {reason}")
-    if any(layer.channel_dim == -1 for new in replacements.values() for layer in _layers(new)):
+    if any(layer.channel_dim == -1 for new in found.values() for layer in _layers(new)):
         notes += _samples_second(model)
+    return found, notes
 
+
+def swap(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
+    """Put other modules in the places of some inside of a model."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in replacements:
-                setattr(parent, name, replacements[child])
-    converted = replacements.get(model, model)
-    if not (notes or any(_layers(converted))):
-        notes.append(
-            f"{type(model).__name__} has no norms, and is as it was; bln.insert(model, example) puts BLN behind its "
-            "nonlinearities"
-        )
-    for module in converted.modules():
-        _leave_fast_path(module)
-        if isinstance(module, BatchLayerNorm) and process_group is not None:
-            module.process_group = process_group
-    _padding.install(converted, lambda module: isinstance(module, BatchLayerNorm))
-    if notes:
-        warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
-    return converted
+            if child is not None and child in others:
+                setattr(parent, name, others[child])
 
 
 class NormAct(nn.Sequential):
@@ -381,7 +396,7 @@ def _activation(behind: list[nn.Module]) -> Activation | None:
     x = torch.linspace(-20, 20, 401, device="cpu", dtype=torch.float32)
     for known, kind in MODULES.items():
         # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.
-        if name == known and torch.equal(working[0](x.clone()), kind()(x)):
+        if name == known and torch.allclose(working[0](x.clone()), kind()(x), rtol=1e-5, atol=1e-6):
             return known
     return None
 

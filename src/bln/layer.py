@@ -101,6 +101,7 @@ class BatchLayerNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     population: Population
+    activation: Activation | None
     _memory: Memory | None
     _agreed = False  # with the other ranks, on positions
 
@@ -127,7 +128,7 @@ class BatchLayerNorm(nn.Module):
         super().__init__()
         if not isinstance(num_features, SupportsIndex) or index(num_features) < 1:
             raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
-        if not isinstance(channel_dim, int) or channel_dim == 0:
+        if not isinstance(channel_dim, SupportsIndex) or index(channel_dim) == 0:
             raise ValueError(
                 f"channel_dim must be 1, or -1 for features last, got {channel_dim!r}; 0 is that of samples"
             )
@@ -140,7 +141,7 @@ class BatchLayerNorm(nn.Module):
 
         self.num_features = num_features = index(num_features)
         spec.check_features(num_features)
-        self.channel_dim = channel_dim
+        self.channel_dim = index(channel_dim)
         self.spec = spec
         self.momentum = momentum
         self.config = config
@@ -187,14 +188,10 @@ class BatchLayerNorm(nn.Module):
     def config(self, value: StatisticsConfig | str) -> None:
         self._config = StatisticsConfig.parse(value)
 
-    @property
-    def activation(self) -> Activation | None:
-        """The activation behind the normalization; assign another, or ``None``."""
-        return self._activation
-
-    @activation.setter
-    def activation(self, value: Activation | None) -> None:
-        self._activation = check_activation(value)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "activation":  # no property: nn.Module passes that by where the value is a module
+            check_activation(value)
+        super().__setattr__(name, value)
 
     @property
     def memory(self) -> Memory | None:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from . import callbacks, functional
+from ._adapt import Adaptation, adapt
 from ._padding import padding
 from ._search import SearchResult, search
 from ._transfer import transfer
@@ -26,12 +27,14 @@ from .pretrained import load_pretrained
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptation",
     "Affine",
     "BatchLayerNorm",
     "FreezeReport",
     "SearchResult",
     "Statistics",
     "StatisticsConfig",
+    "adapt",
     "average_statistics",
     "calibrate",
     "callbacks",

@@ -6,7 +6,7 @@ In plain operators for compilers and function transforms, and in few passes over
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,12 +41,15 @@ def infer(
     spec: Spec,
     population: Statistics,
     config: StatisticsConfig,
+    recall: Callable[[Statistics], Statistics] | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Normalize ``x``, float32 or float64, by the statistics of a configuration, and return them, detached."""
     x = hide(x, mask, channel_dim)
     found = population
     if config.uses_batch or config.uses_features:
-        found = formula.choose(config, statistics(measure(x, mask, channel_dim), spec), population)
+        own = statistics(measure(x, mask, channel_dim), spec)
+        own = recall(own) if recall is not None and config.uses_batch else own
+        found = formula.choose(config, own, population)
     y = apply(x, found, gamma, beta, mask, channel_dim, spec)
     return y, Statistics(*(value.detach() for value in found))
 

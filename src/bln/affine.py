@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional
+from ._activation import Activation, check_activation, check_residual, finish
 from ._scripting import refuse_scripting
 from .population import keep_precision, window
 
@@ -23,10 +24,12 @@ class Affine(nn.Module):
             ``(C, *positions)``, or with ``channel_dim=-1`` ``(*positions, C)``.
         shift: Shaped as ``scale``.
         channel_dim: The dimension of features in the input; never 0, which is that of samples.
+        activation: What follows, as in ``BatchLayerNorm``.
 
     Shape:
         As ``BatchLayerNorm``; the output has the input's shape and type. With one axis of positions, shorter
-        sequences use the first ones. ``mask``: ``(N, *positions)``, boolean; hidden entries come out 0.
+        sequences use the first ones. ``mask``: ``(N, *positions)``, boolean; hidden entries come out 0. ``residual``:
+        the input's shape.
 
     Examples:
         >>> import torch, bln
@@ -38,7 +41,9 @@ class Affine(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, scale: Tensor, shift: Tensor, *, channel_dim: int = 1) -> None:
+    def __init__(
+        self, scale: Tensor, shift: Tensor, *, channel_dim: int = 1, activation: Activation | None = None
+    ) -> None:
         super().__init__()
         if scale.shape != shift.shape or scale.dim() == 0:
             raise ValueError(
@@ -46,16 +51,19 @@ class Affine(nn.Module):
                 f"{tuple(shift.shape)}"
             )
         self.channel_dim = channel_dim
+        self.activation = check_activation(activation)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Scale and shift ``x``; with ``mask`` true at real entries, hidden ones come out 0."""
         channel_dim = functional.check(x, mask, self.channel_dim, empty=True)
+        check_residual(residual, x)
         scale, shift = (self._at(tuple(x.shape), value, channel_dim) for value in (self.scale, self.shift))
         dtype = torch.promote_types(x.dtype, scale.dtype)
         y = torch.addcmul(shift.to(dtype), x.to(dtype), scale.to(dtype)).to(x.dtype)
-        return y if mask is None else torch.where(mask.unsqueeze(channel_dim), y, 0)
+        y = y if mask is None else torch.where(mask.unsqueeze(channel_dim), y, 0)
+        return finish(y, residual, mask, channel_dim, self.activation)
 
     def _at(self, shape: tuple[int, ...], value: Tensor, channel_dim: int) -> Tensor:
         """The value at each of the input's positions, for any sample."""
@@ -85,5 +93,6 @@ class Affine(nn.Module):
     __prepare_scriptable__ = refuse_scripting
 
     def extra_repr(self) -> str:
-        """The shape of the map."""
-        return ", ".join([str(tuple(self.scale.shape)), *[f"channel_dim={self.channel_dim}"] * (self.channel_dim != 1)])
+        """The shape of the map, and whatever is not a default."""
+        shown = [str(tuple(self.scale.shape)), *[f"channel_dim={self.channel_dim}"] * (self.channel_dim != 1)]
+        return ", ".join([*shown, *[f"activation={self.activation}"] * (self.activation is not None)])

@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _padding
+from ._activation import MODULES, Activation
 from ._spec import Spec
 from .layer import BatchLayerNorm
 from .model import HOOKS
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -44,7 +46,8 @@ def convert(
     as ever with BLN: build transformers with ``batch_first=True``.
 
     A norm of another class, such as a subclass with an activation in it, is run on random inputs. It is replaced if
-    BLN computes the same, with what the norm holds behind it. A warning names the norms that are left and why, norms
+    BLN computes the same, with what the norm holds behind it: a lone ReLU, SiLU or exact GELU becomes ``activation=``,
+    anything else stays a module behind the layer. A warning names the norms that are left and why, norms
     whose hooks are gone, and a module that takes samples second; and says so if there is nothing to convert.
 
     Parts that are called with ``src_key_padding_mask``, ``tgt_key_padding_mask`` or, in Hugging Face's models,
@@ -78,7 +81,29 @@ def convert(
     if groups is None:
         raise ValueError("groups must be an integer of at least 1, got None; what is made of a BatchNorm has groups")
     Spec.of(groups)
-    replacements: dict[nn.Module, nn.Module] = {}
+    found, notes = replacements(model, groups)
+    swap(model, found)
+    converted = found.get(model, model)
+    if not (notes or any(_layers(converted))):
+        notes.append(
+            f"{type(model).__name__} has no norms, and is as it was; bln.insert(model, example) puts BLN behind its "
+            "nonlinearities"
+        )
+    for module in converted.modules():
+        _leave_fast_path(module)
+        if isinstance(module, BatchLayerNorm) and process_group is not None:
+            module.process_group = process_group
+    _padding.install(converted, lambda module: isinstance(module, BatchLayerNorm))
+    if notes:
+        warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
+    return converted
+
+
+def replacements(
+    model: nn.Module, groups: int, *, batch_norms: bool = False
+) -> tuple[dict[nn.Module, nn.Module], list[str]]:
+    """The BLN layer for each norm of a model, for batch norms alone if asked; and notes on what is left or lost."""
+    found: dict[nn.Module, nn.Module] = {}
     notes: list[str] = []
     left: dict[str, list[str]] = {}
     like = next(chain(model.parameters(), model.buffers()), torch.empty(0))
@@ -95,33 +120,25 @@ def convert(
         if isinstance(rule, str):
             left.setdefault(f"left as it is, {_qualified(module)}: {rule}", []).append(name)
             continue
-        replacements[module] = _replace(module, rule, like)
+        if batch_norms and rule.kind != "batch":
+            continue
+        found[module] = _replace(module, rule, like)
         if any(getattr(module, hooks) for hooks in HOOKS):
             notes.append(f"{name}: its hooks stay with the {type(module).__name__} that was there; register them anew")
     for reason, names in left.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         notes.append(f"{', '.join(names[:3])}{more}: {reason}")
-    if any(layer.channel_dim == -1 for new in replacements.values() for layer in _layers(new)):
+    if any(layer.channel_dim == -1 for new in found.values() for layer in _layers(new)):
         notes += _samples_second(model)
+    return found, notes
 
+
+def swap(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
+    """Put other modules in the places of some inside of a model."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in replacements:
-                setattr(parent, name, replacements[child])
-    converted = replacements.get(model, model)
-    if not (notes or any(_layers(converted))):
-        notes.append(
-            f"{type(model).__name__} has no norms, and is as it was; bln.insert(model, example) puts BLN behind its "
-            "nonlinearities"
-        )
-    for module in converted.modules():
-        _leave_fast_path(module)
-        if isinstance(module, BatchLayerNorm) and process_group is not None:
-            module.process_group = process_group
-    _padding.install(converted, lambda module: isinstance(module, BatchLayerNorm))
-    if notes:
-        warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
-    return converted
+            if child is not None and child in others:
+                setattr(parent, name, others[child])
 
 
 class NormAct(nn.Sequential):
@@ -324,6 +341,7 @@ def _replace(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
         momentum = getattr(norm, "momentum", 0.1)
         if isinstance(norm, _INSTANCE_NORMS):
             momentum = momentum or 0.0  # as torch takes None there
+    activation = _activation([norm.get_submodule(name) for name in rule.behind])
     layer = BatchLayerNorm(
         rule.features,
         groups=rule.groups,
@@ -335,6 +353,7 @@ def _replace(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
         affine=weight is not None,
         bias=bias is not None,
         dim_scale=False,
+        activation=activation,
         device=tensor.device,
         dtype=tensor.dtype,
     )
@@ -356,13 +375,29 @@ def _replace(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
             updates, m = (norm.num_batches_tracked, 32) if momentum is None else (forgotten, 1)
             population.mark_seen(["batch_mean", "batch_var"], updates, m)
     layer.train(norm.training)
-    if not rule.behind:
+    if activation is not None or not rule.behind:
         return layer
     new = NormAct()
     new.training = norm.training
     for name, child in (("norm", layer), *((name, norm.get_submodule(name)) for name in rule.behind)):
-        new.add_module(name, child)
+        setattr(new, name, child)  # add_module would find the norm's attributes, such as activation
     return new
+
+
+def _activation(behind: list[nn.Module]) -> Activation | None:
+    """The activation that all of these modules together are, if the layer has it."""
+    if any(getattr(module, hooks) for module in behind for hooks in HOOKS):
+        return None
+    working = [module for module in behind if not (isinstance(module, _DROPOUTS) and module.p == 0)]
+    if len(working) != 1 or any(True for _ in chain(working[0].parameters(), working[0].buffers())):
+        return None
+    name = type(working[0]).__name__.lower()
+    x = torch.linspace(-20, 20, 401, device="cpu", dtype=torch.float32)
+    for known, kind in MODULES.items():
+        # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.
+        if name == known and torch.equal(working[0](x.clone()), kind()(x)):
+            return known
+    return None
 
 
 def _layers(module: nn.Module) -> Iterator[BatchLayerNorm]:

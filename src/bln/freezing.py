@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from . import formula
+from ._activation import MODULES
 from .affine import Affine
 from .insertion import Tracer
 from .layer import BatchLayerNorm
@@ -66,7 +67,8 @@ def freeze(
     With all four statistics from the population, BLN is ``y = scale * x + shift`` for each position and feature. Where
     that is exact, the layer before or behind takes it in: ``nn.Linear``, a convolution, or a linear layer behind a
     flatten. Elsewhere it stays as one operation, ``bln.Affine``. Layers with another configuration look at their
-    input and are left as they are. Outputs stay the same up to rounding.
+    input and are left as they are. An activation of the layer stays where it was: as a module, where the layer before
+    takes the map in, else in the ``bln.Affine``, which takes a residual, too. Outputs stay the same up to rounding.
 
     Nothing is folded across a nonlinearity, into a layer that is used twice, shares weights, has hooks or
     parametrizations or less than float32 precision (freeze first, then ``.half()``), nor a shift into a convolution
@@ -113,7 +115,8 @@ def freeze(
             if isinstance(neighbour, str):
                 replacements[layer], done.kept[name] = fixed.affine(), neighbour
             else:
-                replacements[layer], done.folded[name] = nn.Identity(), f"into {places.names[neighbour.module]}"
+                remains = nn.Identity() if layer.activation is None else MODULES[layer.activation]()
+                replacements[layer], done.folded[name] = remains, f"into {places.names[neighbour.module]}"
                 folds.append((neighbour, fixed))
         for neighbour, fixed in folds:  # nothing is changed before everything is decided
             _take_in(neighbour, fixed)
@@ -153,6 +156,7 @@ class _FixedMap:
 
     def __init__(self, layer: BatchLayerNorm) -> None:
         self.channel_dim, self.dtype = layer.channel_dim, layer.population.batch_mean.dtype
+        self.activation = layer.activation
         known = layer.population.position_shape
         population = layer.population.statistics(known or (), 1)
         s = formula.Statistics(*(value.double() for value in population))
@@ -167,7 +171,7 @@ class _FixedMap:
 
     def affine(self) -> Affine:
         values = (value.to(self.dtype) for value in self._as_input(self.scale, self.shift))
-        return Affine(*values, channel_dim=self.channel_dim)
+        return Affine(*values, channel_dim=self.channel_dim, activation=self.activation)
 
     def flattened(self, size: int) -> Tensor | None:
         """Scale and shift of a whole sample of ``size`` entries, ``(2, size)``; ``None`` where they do not fit."""
@@ -221,10 +225,15 @@ class _Places:
         if self._called_again(layer, ways):
             return "it is used more than once"
         nodes = [way.nodes[layer][0] for way in ways]
+        if any(len(node.args) > 2 or "residual" in node.kwargs for node in nodes):
+            return "it is called with a residual"
         if any(len(node.args) != 1 or node.kwargs for node in nodes):
             return "it is called with a mask"
         reasons = []
         for side in ("before", "behind"):
+            if side == "behind" and fixed.activation is not None:
+                reasons.append(f"what stands behind it takes its {fixed.activation}")
+                continue
             found = {self._neighbour(node, side) for node in nodes}
             neighbour = found.pop()
             if found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from operator import index
@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, fx
 
 from . import _coefficients, formula, native
+from ._activation import Activation, check_activation, check_residual, finish
 from ._spec import Spec
 from .config import CURRENT, POPULATION, StatisticsConfig
 from .formula import Statistics
+
+Recall = Callable[[Statistics], Statistics]
 
 __all__ = ["Statistics", "batch_layer_norm"]
 
@@ -36,6 +39,8 @@ def batch_layer_norm(
     dim_scale: bool | None = ...,
     population: Statistics | None = ...,
     config: StatisticsConfig | str = ...,
+    residual: Tensor | None = ...,
+    activation: Activation | None = ...,
     return_statistics: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -53,6 +58,8 @@ def batch_layer_norm(
     dim_scale: bool | None = ...,
     population: Statistics | None = ...,
     config: StatisticsConfig | str = ...,
+    residual: Tensor | None = ...,
+    activation: Activation | None = ...,
     return_statistics: Literal[True],
 ) -> tuple[Tensor, Statistics]: ...
 def batch_layer_norm(
@@ -69,6 +76,8 @@ def batch_layer_norm(
     dim_scale: bool | None = None,
     population: Statistics | None = None,
     config: StatisticsConfig | str = "TTFF",
+    residual: Tensor | None = None,
+    activation: Activation | None = None,
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Normalize over the mini-batch and over features, mixed by ``1/m`` (eqs 10-17, or 18-25 given a population).
@@ -89,6 +98,8 @@ def batch_layer_norm(
         population: Statistics to choose from, features last, as ``Statistics`` says. Without them the mini-batch
             is normalized by its own, as in training.
         config: With ``population``, where each of the four statistics comes from.
+        residual: Added to what was normalized, of ``x``'s shape.
+        activation: Applied last: ``"relu"``, ``"silu"`` or ``"gelu"``, the exact one.
         return_statistics: Return ``(y, statistics)``; the statistics that were used, detached.
 
     Returns:
@@ -98,6 +109,8 @@ def batch_layer_norm(
     if not isinstance(channel_dim, SupportsIndex):
         raise TypeError(f"channel_dim must be an integer, 1 or -1 for features last, got {channel_dim!r}")
     channel_dim = check(x, mask, index(channel_dim), empty=population is not None)
+    activation = check_activation(activation)
+    check_residual(residual, x)
     spec.check_features(x.shape[channel_dim])
     config = StatisticsConfig.parse(config)
     if population is None and not set(config.priors) <= {POPULATION, CURRENT}:
@@ -119,6 +132,7 @@ def batch_layer_norm(
     if x.numel() == 0 and population is not None:
         return (x.clone(), population) if return_statistics else x.clone()
     y, statistics = normalize(x, weight, bias, mask, channel_dim, spec, population=population, config=config)
+    y = finish(y, residual, mask, channel_dim, activation)
     return (y, statistics) if return_statistics else y
 
 
@@ -132,9 +146,13 @@ def normalize(
     *,
     population: Statistics | None = None,
     config: StatisticsConfig | str = "TTFF",
+    recall: Recall | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Statistics]:
-    """``batch_layer_norm`` of what was checked, computed in ``dtype`` at least."""
+    """``batch_layer_norm`` of what was checked, computed in ``dtype`` at least.
+
+    ``recall`` joins the mini-batch's statistics with those of earlier ones, at inference.
+    """
     dtype = torch.promote_types(x.dtype, dtype)
     for other in (weight, bias, population and population.batch_mean):
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
@@ -153,7 +171,7 @@ def normalize(
             y, statistics = _coefficients.train(*tensors, channel_dim, spec)
         else:
             config = StatisticsConfig.parse(config)
-            y, statistics = _coefficients.infer(*tensors, channel_dim, spec, population, config)
+            y, statistics = _coefficients.infer(*tensors, channel_dim, spec, population, config, recall)
     elif population is None and mask is None and spec.groups is None:
         w_B, w_F = formula.weights(1 / x.shape[0], spec.mix_eps, x.shape[channel_dim], spec.dim_scale)
         y, statistics = native.train(
@@ -168,7 +186,9 @@ def normalize(
             statistics = current(rows, mask, spec)
         else:
             config = StatisticsConfig.parse(config)
-            statistics = formula.choose(config, current(rows, mask, spec, config), population)
+            own = current(rows, mask, spec, config)
+            own = recall(own) if recall is not None and config.uses_batch else own
+            statistics = formula.choose(config, own, population)
         y = formula.transform(rows, statistics, gamma, beta, spec=spec, xp=torch)
         if mask is not None:
             y = torch.where(mask[..., None], y, 0)

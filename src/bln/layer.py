@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _padding, functional, synchronized
+from ._activation import Activation, check_activation, check_residual, finish
 from ._autograd import recomputing
+from ._memory import Memory
 from ._scripting import refuse_scripting
 from ._spec import Spec
 from .config import StatisticsConfig
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_quick: Callable[[BatchLayerNorm, Tensor], Tensor | None] | None = None
+_quick: Callable[[BatchLayerNorm, Tensor, Tensor | None], Tensor | None] | None = None
 """The way of a training call to the kernels, past checks that such a call passed before; once there was one."""
 
 
@@ -62,6 +65,9 @@ class BatchLayerNorm(nn.Module):
         config: The statistics ``eval()`` uses, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. With
             ``TT..`` a prediction does not depend on the rest of its batch.
         dim_scale: Divide by the root of ``num_features``, as the paper does; the default without ``groups``.
+        activation: ``"relu"``, ``"silu"`` or ``"gelu"`` (the exact one) computes ``g(BLN(x))``, and with a residual
+            ``g(BLN(x) + residual)``, as the blocks of residual nets do. The grouped form on a GPU does so in the same
+            pass. ``None`` leaves the output as it is.
         process_group: In training, take batch statistics and ``m`` over all ranks of this ``torch.distributed`` group;
             ``"world"`` is the default group, once there is one. A rank may hold any number of samples, none
             included. In ``eval()`` ranks do not talk: current statistics are those of the rank's own batch.
@@ -70,7 +76,8 @@ class BatchLayerNorm(nn.Module):
 
     Shape:
         ``(N, C)``, ``(N, C, *positions)`` or, with ``channel_dim=-1``, ``(N, *positions, C)``; the output has the
-        input's shape and type. ``mask``: ``(N, *positions)``, boolean, true at real entries.
+        input's shape and type. ``mask``: ``(N, *positions)``, boolean, true at real entries. ``residual``: the input's
+        shape.
 
     Examples:
         >>> import torch, bln
@@ -82,11 +89,19 @@ class BatchLayerNorm(nn.Module):
         BatchLayerNorm(16, position_shape=(8, 8), config=FTFF)
         >>> bln.BatchLayerNorm(16, groups=8)(torch.randn(4, 16, 8, 8)).shape
         torch.Size([4, 16, 8, 8])
+
+        The end of a residual block, ``relu(BLN(x) + shortcut)``:
+
+        >>> shortcut = torch.randn(4, 16, 8, 8)
+        >>> end = bln.BatchLayerNorm(16, groups=8, activation="relu")
+        >>> bool((end(torch.randn(4, 16, 8, 8), residual=shortcut) >= 0).all())
+        True
     """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     population: Population
+    _memory: Memory | None
     _agreed = False  # with the other ranks, on positions
 
     def __init__(
@@ -104,6 +119,7 @@ class BatchLayerNorm(nn.Module):
         bias: bool = True,
         config: StatisticsConfig | str = "TTFF",
         dim_scale: bool | None = None,
+        activation: Activation | None = None,
         process_group: ProcessGroup | Literal["world"] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -128,6 +144,8 @@ class BatchLayerNorm(nn.Module):
         self.spec = spec
         self.momentum = momentum
         self.config = config
+        self.activation = activation
+        self.register_module("_memory", None)
         self.process_group = process_group
         for name, wanted in (("weight", affine), ("bias", affine and bias)):
             parameter = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if wanted else None
@@ -170,6 +188,32 @@ class BatchLayerNorm(nn.Module):
         self._config = StatisticsConfig.parse(value)
 
     @property
+    def activation(self) -> Activation | None:
+        """The activation behind the normalization; assign another, or ``None``."""
+        return self._activation
+
+    @activation.setter
+    def activation(self, value: Activation | None) -> None:
+        self._activation = check_activation(value)
+
+    @property
+    def memory(self) -> Memory | None:
+        """Batch statistics of recent requests, which in ``eval()`` join the current ones; ``None`` for none.
+
+        Assign the samples to remember at most, or ``None``.
+        """
+        return self._memory
+
+    @memory.setter
+    def memory(self, samples: int | None) -> None:
+        if samples is not None and self.population.position_shape is None:
+            raise ValueError(
+                "the layer does not know its positions yet, so it cannot remember requests; run a training batch, or "
+                "pass position_shape="
+            )
+        self._memory = None if samples is None else Memory(self.population, samples)
+
+    @property
     def process_group(self) -> ProcessGroup | Literal["world"] | None:
         """The ranks that training takes statistics over; assign ``None`` for this process alone."""
         return None if self._group is None else self._group.given
@@ -178,21 +222,22 @@ class BatchLayerNorm(nn.Module):
     def process_group(self, value: ProcessGroup | Literal["world"] | None) -> None:
         self._group = None if value is None else synchronized.Group(value)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0.
 
-        Without one, a mask given by ``bln.padding`` is used where it fits.
+        Without one, a mask given by ``bln.padding`` is used where it fits. The residual is added to what was
+        normalized, before the activation.
         """
         if mask is None:
             if _padding.known():
-                return _padding.normalize(self, x, self._forward)
+                return _padding.normalize(self, x, partial(self._forward, residual=residual))
             if _quick is not None and self.spec.coefficients and self.training and not torch.compiler.is_compiling():
-                y = _quick(self, x)
+                y = _quick(self, x, residual)
                 if y is not None:
                     return y
-        return self._forward(x, mask)
+        return self._forward(x, mask, residual)
 
-    def _forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _forward(self, x: Tensor, mask: Tensor | None, residual: Tensor | None = None) -> Tensor:
         group = self._group.resolve() if self.training and self._group is not None else None
         if group is not None and group.size() == 1:
             group = None
@@ -204,22 +249,33 @@ class BatchLayerNorm(nn.Module):
                 f"expected {self.num_features} features along dimension {channel_dim}, got {x.shape[channel_dim]} in "
                 f"an input of shape {tuple(x.shape)}. If features stand elsewhere, pass channel_dim="
             )
+        check_residual(residual, x)
         positions = tuple(shape[1:]) if self.per_position else ()
+        if group is None and (kernels := self._grouped_kernels(x, channel_dim, residual)) is not None:
+            return self._grouped(kernels, x, mask, channel_dim, residual)
+        y = self._normalize(x, mask, channel_dim, positions, group)
+        return finish(y, residual, mask, channel_dim, self.activation)
+
+    def _normalize(
+        self, x: Tensor, mask: Tensor | None, channel_dim: int, positions: tuple[int, ...], group: ProcessGroup | None
+    ) -> Tensor:
+        """What was checked, normalized, without residual and activation."""
         if group is not None:
             return self._synchronized(x, mask, channel_dim, positions, group)
         if not self.training and x.shape[0] == 0:
             return x.clone()
         population = self.population
+        shape = list(x.shape)
+        del shape[channel_dim]
         m, entries = functional.count(shape, mask, self.per_position)
-        kernels = functional.kernels_for(x, self.spec, self.num_features, self.weight, self.bias, population.batch_mean)
-        compiling = torch.compiler.is_compiling()
-        if kernels is None:
-            pass
-        elif self.groups is not None:
-            if kernels.grouped.usable(x, channel_dim) and not compiling:
-                return self._grouped(kernels.grouped, x, mask, channel_dim)
-        elif not compiling and population.learned(positions, self.training):
-            return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
+        recall = None
+        if self._memory is not None and not self.training:
+            recall = partial(self._memory.join, m=m, positions=positions)
+        if self.groups is None and recall is None and not torch.compiler.is_compiling():
+            others = self.weight, self.bias, population.batch_mean
+            kernels = functional.kernels_for(x, self.spec, self.num_features, *others)
+            if kernels is not None and population.learned(positions, self.training):
+                return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
 
         y, statistics = functional.normalize(
             x,
@@ -230,23 +286,37 @@ class BatchLayerNorm(nn.Module):
             self.spec,
             population=None if self.training else population.statistics(positions, m),
             config=self.config,
+            recall=recall,
             dtype=population.batch_mean.dtype,
         )
         if self.training and not recomputing():
             population.update(statistics, m, entries, mask, positions, self.momentum)
         return y
 
-    def _grouped(self, kernels: Any, x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
-        """The grouped layer on a GPU."""
+    def _grouped_kernels(self, x: Tensor, channel_dim: int, residual: Tensor | None) -> Any:
+        """The kernels of the grouped layer, where they can do all of this call."""
+        recalls = self._memory is not None and not self.training
+        if self.groups is None or x.shape[0] == 0 or recalls or torch.compiler.is_compiling():
+            return None
+        others = self.weight, self.bias, self.population.batch_mean
+        kernels = functional.kernels_for(x, self.spec, self.num_features, *others)
+        if kernels is None or not kernels.grouped.usable(x, channel_dim, residual):
+            return None
+        return kernels.grouped
+
+    def _grouped(
+        self, kernels: Any, x: Tensor, mask: Tensor | None, channel_dim: int, residual: Tensor | None
+    ) -> Tensor:
+        """The grouped layer on a GPU, residual and activation in the same pass."""
         tensors = x, self.weight, self.bias, mask
         y: Tensor
         if not self.training:
-            y = kernels.infer(*tensors, channel_dim, self.spec, self.population, self.config)
+            y = kernels.infer(*tensors, channel_dim, self.spec, self.population, self.config, residual, self.activation)
             return y
         remember = None if recomputing() else (self.population, self.momentum)
         global _quick
         _quick = kernels.train_layer
-        y = kernels.train(*tensors, channel_dim, self.spec, remember)
+        y = kernels.train(*tensors, channel_dim, self.spec, remember, residual, self.activation)
         return y
 
     def _by_kernels(
@@ -354,6 +424,10 @@ class BatchLayerNorm(nn.Module):
         for name in ("eps", "mix_eps", "momentum", "dim_scale"):
             if (value := getattr(self, name)) != usual[name]:
                 shown.append(f"{name}={value}")
+        if self.activation is not None:
+            shown.append(f"activation={self.activation}")
+        if self.memory is not None:
+            shown.append(f"memory={self.memory.samples}")
         if self.weight is None:
             shown.append("affine=False")
         elif self.bias is None:

@@ -150,3 +150,26 @@ def brute_force(model, batches, assignment, loss=F.cross_entropy):
 
 def all_assignments(model):
     return list(itertools.product(CONFIGS, repeat=len(bln.layers(model))))
+
+
+def labelled(sizes, seed):
+    """Two classes on either side of 0: in a batch of one class the batch's mean is the label."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for n in sizes:
+        targets = torch.randint(2, (n,), generator=generator)
+        x = torch.randn(n, 4, generator=generator) * 0.5 + (2 * targets[:, None] - 1)
+        batches.append((x, targets))
+    return batches
+
+
+def sided(groups=None):
+    """Tells the classes by the sign of the normalized features."""
+    norm = bln.BatchLayerNorm(4, groups=groups, dim_scale=False, momentum=None)
+    model = nn.Sequential(norm, nn.Linear(4, 2))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[-1.0] * 4, [1.0] * 4]))
+        model[1].bias.zero_()
+        for x, _ in labelled((25,) * 40, 1):
+            model(x)
+    return model

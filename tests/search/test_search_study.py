@@ -76,7 +76,7 @@ def test_a_grid_finds_the_best_of_all_256(make, train, batches):
     assert tried.keys() == expected.keys()
     for assignment, loss in tried.items():
         assert loss == pytest.approx(expected[assignment], rel=ROUNDING)
-    assert result.best.loss == pytest.approx(min(expected.values()), rel=ROUNDING)
+    assert result.lowest.loss == pytest.approx(min(expected.values()), rel=ROUNDING)
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "object"])
@@ -84,7 +84,7 @@ def test_samplers_are_never_worse_than_the_best_shared_configuration(sampler):
     model = trained(dense(), TRAIN)
     chosen = optuna.samplers.TPESampler(seed=3) if sampler == "object" else sampler
     result = bln.search(model, BATCHES, loss=F.cross_entropy, per_layer=True, sampler=chosen, trials=10)
-    assert result.best.loss <= min(row.loss for row in result if not row.per_layer)
+    assert result.lowest.loss <= min(row.loss for row in result if not row.per_layer)
     assert 16 <= len(result) <= 26
     again = bln.search(model, BATCHES, loss=F.cross_entropy, per_layer=True, sampler="random", trials=10)
     if sampler == "random":  # in memory a study is repeatable
@@ -105,7 +105,7 @@ def test_nan_losses_do_not_stop_a_study(tmp_path):
         model, BATCHES, loss=F.cross_entropy, per_layer=True, sampler="random", trials=12, storage=url(tmp_path)
     )
     assert len(finished(url(tmp_path))) == 12
-    assert result.best.loss == min(row.loss for row in result if row.loss == row.loss)
+    assert result.lowest.loss == min(row.loss for row in result if row.loss == row.loss)
 
 
 def test_an_interrupted_study_goes_on(tmp_path):
@@ -129,7 +129,7 @@ def test_an_interrupted_study_goes_on(tmp_path):
     assert any(f"resumed: it had {len(done)} finished trials of 8" in note for note in result.notes)
     complete = bln.search(model, BATCHES, loss=F.cross_entropy, **options)  # nothing is left to do
     assert len(finished(url(tmp_path))) == 8
-    assert complete.best.config == result.best.config
+    assert complete.lowest.config == result.lowest.config
 
 
 def test_a_killed_study_is_resumed(tmp_path):
@@ -155,7 +155,7 @@ def test_a_killed_study_is_resumed(tmp_path):
     assert len({trial.user_attrs["worker"] for trial in after}) == 2
     assert any(f"it had {len(done)} finished trials" in note for note in result.notes)
     # The best of all, found by whichever process, is no worse than the best shared one.
-    assert result.best.loss == pytest.approx(
+    assert result.lowest.loss == pytest.approx(
         min([trial.value for trial in after] + [row.loss for row in result if not row.per_layer]), rel=1e-9
     )
 

@@ -15,14 +15,14 @@ _ROUNDING = 1e-6
 """Less than this share of the cost is rounding, not an improvement: float32 sums of another order differ by less."""
 
 
-def descend(start: Assignment, names: Sequence[str], costs: Costs) -> Assignment:
+def descend(start: Assignment, names: Sequence[str], configs: Sequence[StatisticsConfig], costs: Costs) -> Assignment:
     """Change one layer at a time to its best configuration until no change of a single layer improves.
 
     Costs are remembered, and only a lower one moves on, so that the cost never rises and the descent ends.
     """
     best, unchanged, at = start, 0, 0
     while unchanged < len(names):
-        candidates = [(*best[:at], config, *best[at + 1 :]) for config in StatisticsConfig.all()]
+        candidates = [(*best[:at], config, *best[at + 1 :]) for config in configs]
         found = costs(candidates, names[at])
         now = found[candidates.index(best)]
         lowest = min(found, key=lambda cost: (math.isnan(cost), cost))

@@ -33,15 +33,25 @@ class Objective:
     Args:
         evaluator: Scores a mini-batch.
         names: The names of the BLN layers.
+        configs: The configurations to choose from.
         robust: The cost of an assignment is that of the worst arrangement.
         progress: Show progress bars.
         ranks: Who else has mini-batches. All ask for the same assignments in the same order.
     """
 
-    def __init__(self, evaluator: Evaluator, names: Sequence[str], robust: bool, progress: bool, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        names: Sequence[str],
+        configs: Sequence[StatisticsConfig],
+        robust: bool,
+        progress: bool,
+        ranks: Ranks,
+    ) -> None:
         self.evaluator = evaluator
         self.ranks = ranks
         self.names = tuple(names)
+        self.configs = tuple(configs)
         self.outcomes: dict[Assignment, Outcome] = {}
         self.held: list[Any] = []
         self.arrangements: list[Arrangement] = []
@@ -50,13 +60,13 @@ class Objective:
 
     @property
     def shared(self) -> list[Assignment]:
-        """The 16 with one configuration for all layers."""
-        return [(config,) * len(self.names) for config in StatisticsConfig.all()]
+        """The assignments with one configuration for all layers."""
+        return [(config,) * len(self.names) for config in self.configs]
 
     def first_pass(
         self, batches: Iterable[Any], hold: bool, found: Sequence[Snapshot], calibrated: Sequence[Snapshot] | None
     ) -> Tally:
-        """Score the 16 shared configurations while the batches come in, each loaded once; keep them if asked.
+        """Score the shared configurations while the batches come in, each loaded once; keep them if asked.
 
         After a calibration each mini-batch is scored with the statistics as found, too.
         """

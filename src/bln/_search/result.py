@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,10 +79,15 @@ class Row:
         return not isinstance(self.config, StatisticsConfig)
 
     @property
+    def batch_dependence(self) -> float:
+        """How much batch statistics come from the mini-batch, on average over layers: from 0 under ``TT`` to 2."""
+        configs = [self.config] if isinstance(self.config, StatisticsConfig) else list(self.config.values())
+        return sum(config.batch_dependence for config in configs) / len(configs)
+
+    @property
     def depends_on_batch(self) -> bool:
         """Whether a prediction depends on the other samples of its mini-batch."""
-        configs = [self.config] if isinstance(self.config, StatisticsConfig) else self.config.values()
-        return any(config.uses_batch for config in configs)
+        return self.batch_dependence > 0
 
     @property
     def label(self) -> str:
@@ -121,10 +127,11 @@ def _much(share: float, error: float) -> float:
 
 @dataclass(frozen=True, repr=False)
 class SearchResult:
-    """The configurations that were tried, best first.
+    """The configurations that were tried, lowest loss first.
 
     Prints as a table: through rich in a terminal, as HTML in a notebook. Iterating gives ``Row`` after row, by
-    loss and then by the first metric; rows whose loss is NaN come last.
+    loss and then by the first metric; rows whose loss is NaN come last. ``best`` follows the one-standard-error rule,
+    ``lowest`` is the first row.
 
     Attributes:
         rows: Every configuration tried.
@@ -145,13 +152,38 @@ class SearchResult:
 
     @property
     def best(self) -> Row:
-        """The best row; an error if every loss is NaN."""
+        """The row to use: of those within a standard error of the lowest loss, the one that depends least on its batch.
+
+        A single mini-batch has no standard error, and so nothing to say for depending on it.
+        """
+        self._refuse_nan()
+        return preferred(self.rows, self.robust)
+
+    @property
+    def lowest(self) -> Row:
+        """The row with the lowest loss."""
+        self._refuse_nan()
+        return self.rows[0]
+
+    @property
+    def why(self) -> str:
+        """Why ``best`` is not ``lowest``; empty where it is."""
+        if math.isnan(_key(self.rows[0], self.robust)[1]) or self.best is self.lowest:
+            return ""
+        error = _score(self.lowest, self.robust).loss_error
+        within = "loss says no more, having been taken on one mini-batch"
+        if not math.isnan(error):
+            number = sum(_within(row, self.lowest, self.robust) for row in self.rows)
+            within = f"{number} rows are within a standard error, {error:.4f}, of the lowest loss"
+        why = f"{within}, and of these it depends least on its batch."
+        return f"best (*) is {self.best.label}, not {self.lowest.label}: {why}"
+
+    def _refuse_nan(self) -> None:
         if math.isnan(_key(self.rows[0], self.robust)[1]):
             raise ValueError(
                 "every configuration has a NaN loss, so none is best. Is the model's output NaN in eval(), or the "
                 "data? If the population statistics are at fault, pass calibrate=train_batches"
             )
-        return self.rows[0]
 
     def apply(self, model: Any, which: Row | StatisticsConfig | str | Mapping[str, Any] | None = None) -> Row | None:
         """Give the model the best configuration, or another; after a calibration, its statistics too.
@@ -185,6 +217,8 @@ class SearchResult:
                     f"{tuple(calibrated)}, {what}; apply to the model that was searched, or "
                     "bln.configure(model, ...) and bln.calibrate it"
                 )
+        if row is not None and (danger := _danger(row)):
+            warnings.warn(danger, stacklevel=2)
         configure(model, which.config if isinstance(which, Row) else which)
         for name, layer in found.items():
             positions, values = (self.statistics or {})[name]
@@ -268,8 +302,37 @@ def ranked(rows: Sequence[Row], robust: bool) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda row: _key(row, robust)))
 
 
+def preferred(rows: Sequence[Row], robust: bool) -> Row:
+    """Of rows within a standard error of the lowest loss, the one that depends least on its batch."""
+    return min((row for row in rows if _within(row, rows[0], robust)), key=lambda row: row.batch_dependence)
+
+
+def _within(row: Row, lowest: Row, robust: bool) -> bool:
+    """Whether a loss is within a standard error of the lowest, or whether nobody knows the error."""
+    score, least = _score(row, robust), _score(lowest, robust)
+    return row is lowest or score.loss <= least.loss + (math.inf if math.isnan(least.loss_error) else least.loss_error)
+
+
+def _danger(row: Row) -> str:
+    """What to say of a configuration that lets predictions collapse, as measured or, if nobody did, as known."""
+    ways = {"single": "one at a time", "sorted": "sorted by label"}
+    if row.rebatched:
+        if found := [way for name, way in ways.items() if name in row.collapses]:
+            return f"{row.label} was measured to collapse where samples arrive {' or '.join(found)}; TTFF cannot"
+    elif row.depends_on_batch:
+        return (
+            f"{row.label} makes a prediction depend on the other samples of its batch, and may collapse where they "
+            "arrive one at a time or sorted by label. TTFF cannot; rebatch=True measures it"
+        )
+    return ""
+
+
+def _score(row: Row, robust: bool) -> Score:
+    return row.worst if robust else row.score
+
+
 def _key(row: Row, robust: bool) -> tuple[bool, float, float]:
-    score = row.worst if robust else row.score
+    score = _score(row, robust)
     metric = next(iter(score.metrics.values()), 0.0)
     return math.isnan(score.loss), score.loss, math.inf if math.isnan(metric) else -metric
 

@@ -21,7 +21,7 @@ from .arrange import arrangements_on
 from .descent import descend
 from .evaluate import Evaluator
 from .objective import Objective
-from .result import SearchResult, ranked
+from .result import SearchResult, preferred, ranked
 from .scores import Function, Measure, Metrics, Tally
 from .study import explore
 from .vectorized import Assignment
@@ -29,10 +29,9 @@ from .vectorized import Assignment
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_CONFIGS = list(StatisticsConfig.all())
 DEPENDS_ON_BATCH = (
-    "E_B = F makes a prediction depend on the other samples of its batch, and Std_B = F does so too: such rows hold "
-    "for batches composed like these."
+    "E_B or Std_B other than T makes a prediction depend on the other samples of its batch: such rows hold for batches "
+    "composed like these."
 )
 
 
@@ -47,6 +46,7 @@ def search(
     calibrate: Iterable[Any] | None = None,
     rebatch: bool = False,
     robust: bool = False,
+    candidates: Iterable[StatisticsConfig | str] = (),
     sampler: Any = None,
     storage: Any = None,
     study: str = "bln.search",
@@ -72,13 +72,14 @@ def search(
         rebatch: Report how far scores move when the same samples come shuffled otherwise, sorted by label, and one at
             a time.
         robust: Rank by the worst of these cases.
+        candidates: Configurations to compare beside the 16, such as ``StatisticsConfig.shrunk(4, 16, 64)``.
         sampler: With ``per_layer``, ``"tpe"``, ``"random"``, ``"grid"`` or an Optuna sampler in place of coordinate
             descent.
         storage: Where Optuna keeps the study: any URL it takes, such as ``"sqlite:///study.db"`` or one of a database
             server, or a storage object. The same call again resumes it after a kill, and several processes or
             machines can make it at once.
         study: The study's name in the storage.
-        trials: How many trials the study should have in the end; ``None`` is 16 for each layer.
+        trials: How many trials the study should have in the end; ``None`` is one for each layer and configuration.
         step: ``step(model, batch) -> (outputs, targets)`` for batches or models unlike these.
         process_group: Ranks that share the work, ``"world"`` for the default group: each calls this with batches of
             its own, as many as it has, and all end with the same result, that of all batches; ``rebatch`` rearranges
@@ -104,6 +105,7 @@ def search(
     """
     found = models.required_layers(model)
     measure = Measure(loss, metrics)
+    configs = choices(candidates)
     models.check_batches(batches)
     _check(per_layer, sampler, storage, trials)
     _warn_of_leak(batches, calibrate)
@@ -121,7 +123,7 @@ def search(
             calibrated = [layer.population.snapshot() for layer in found.values()]
 
         evaluator = Evaluator(models.unwrapped(model), list(found.values()), measure, step)
-        objective = Objective(evaluator, list(found), robust, progress, ranks)
+        objective = Objective(evaluator, list(found), configs, robust, progress, ranks)
         tally = objective.first_pass(batches, per_layer or rebatch, as_found, calibrated)
         if rebatch:
             objective.arrangements = arrangements_on(ranks, objective.held)
@@ -129,11 +131,19 @@ def search(
         if per_layer:
             _search_layers(objective, sampler, storage, study, trials, progress, notes)
             if rebatch:
-                best = ranked([objective.row(a) for a in objective.outcomes], robust)[0]
-                objective.rebatch([objective.assignment(best)], "rebatch the best")
+                rows = ranked([objective.row(a) for a in objective.outcomes], robust)
+                leading = [objective.assignment(row) for row in (rows[0], preferred(rows, robust))]
+                objective.rebatch(list(dict.fromkeys(leading)), "rebatch the best")
 
     statistics = dict(zip(found, calibrated, strict=True)) if calibrated is not None else None
     return _result(objective, tally, robust, notes, statistics)
+
+
+def choices(candidates: Iterable[StatisticsConfig | str]) -> list[StatisticsConfig]:
+    """The 16 configurations and others, each once."""
+    if isinstance(candidates, str | StatisticsConfig):
+        raise TypeError(f"candidates must be several configurations, as [{str(candidates)!r}]; got one")
+    return list(dict.fromkeys([*StatisticsConfig.all(), *map(StatisticsConfig.parse, candidates)]))
 
 
 def _search_layers(
@@ -143,9 +153,9 @@ def _search_layers(
     shared = dict(zip(objective.shared, objective.costs(objective.shared, "search"), strict=True))
     if sampler is None:
         start = min(shared, key=lambda assignment: (math.isnan(shared[assignment]), shared[assignment]))
-        descend(start, names, objective.costs)
+        descend(start, names, objective.configs, objective.costs)
         return
-    wanted = 16 * len(names) if trials is None else trials
+    wanted = len(objective.configs) * len(names) if trials is None else trials
     objective.progress = False  # the study has a bar of its own
     if objective.ranks.rank > 0:
         known = _follow(objective)
@@ -153,6 +163,7 @@ def _search_layers(
         best, known = explore(
             shared,
             names,
+            objective.configs,
             lambda assignments, what: _lead(objective, assignments, what),
             sampler=sampler,
             storage=storage,
@@ -169,7 +180,7 @@ def _search_layers(
 def _lead(objective: Objective, assignments: Sequence[Assignment], what: str) -> list[float]:
     """The costs of assignments, the other ranks being told of each: rank 0 alone talks to the study."""
     for assignment in assignments:
-        objective.ranks.tell([1, *(_CONFIGS.index(config) for config in assignment)])
+        objective.ranks.tell([1, *map(objective.configs.index, assignment)])
         objective.costs([assignment], what)
     return objective.costs(assignments, what)
 
@@ -180,7 +191,7 @@ def _follow(objective: Objective) -> int:
         go_on, *numbers = objective.ranks.tell([0] * (1 + len(objective.names)))
         if go_on < 0:
             return numbers[0]
-        objective.costs([tuple(_CONFIGS[number] for number in numbers)], "study")
+        objective.costs([tuple(objective.configs[number] for number in numbers)], "study")
 
 
 def _result(objective: Objective, tally: Tally, robust: bool, notes: Sequence[str], statistics: Any) -> SearchResult:

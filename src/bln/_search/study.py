@@ -15,7 +15,6 @@ from ..progress import track
 from .descent import Costs
 from .vectorized import Assignment
 
-_CHOICES = [str(config) for config in StatisticsConfig.all()]
 _LARGEST_GRID = 4
 """Layers. Optuna writes the whole grid down first."""
 _SAME = 1e-3
@@ -25,6 +24,7 @@ _SAME = 1e-3
 def explore(
     shared: Mapping[Assignment, float],
     names: Sequence[str],
+    configs: Sequence[StatisticsConfig],
     costs: Costs,
     *,
     sampler: Any,
@@ -38,20 +38,23 @@ def explore(
     The shared configurations go in as finished trials: they cost nothing more, the sampler learns from them, and the
     best of the study is never worse than they are.
     """
-    optuna = _optuna()
+    optuna, choices = _optuna(), [str(config) for config in configs]
     with _quiet(optuna), _opened(optuna, storage) as opened:
         the = optuna.create_study(
-            study_name=study, storage=opened, sampler=_sampler(optuna, sampler, names, storage), load_if_exists=True
+            study_name=study,
+            storage=opened,
+            sampler=_sampler(optuna, sampler, names, choices, storage),
+            load_if_exists=True,
         )
         _claim(the, names, min(shared.values(), key=lambda cost: (math.isnan(cost), cost)))
-        _give(optuna, the, shared, names)
+        _give(optuna, the, shared, names, choices)
         found = _finished(optuna, the)
         left = range(trials - found)
         bar = track(left, f"study {study}") if progress else (at for at in left)
 
         def objective(trial: Any) -> float:
             trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-            chosen = tuple(StatisticsConfig.parse(trial.suggest_categorical(name, _CHOICES)) for name in names)
+            chosen = tuple(StatisticsConfig.parse(trial.suggest_categorical(name, choices)) for name in names)
             [cost] = costs([chosen], f"trial {trial.number}")
             return math.inf if math.isnan(cost) else cost  # a NaN would fail the trial, and another be asked for
 
@@ -128,7 +131,7 @@ def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
         opened.remove_session()
 
 
-def _sampler(optuna: Any, sampler: Any, names: Sequence[str], storage: Any) -> Any:
+def _sampler(optuna: Any, sampler: Any, names: Sequence[str], choices: Sequence[str], storage: Any) -> Any:
     samplers = optuna.samplers
     if isinstance(sampler, samplers.BaseSampler):
         return sampler
@@ -140,8 +143,10 @@ def _sampler(optuna: Any, sampler: Any, names: Sequence[str], storage: Any) -> A
         return samplers.RandomSampler(seed=seed)
     if sampler == "grid":
         if len(names) > _LARGEST_GRID:
-            raise ValueError(f"a grid over {len(names)} layers has 16^{len(names)} points; take sampler='tpe'")
-        return samplers.GridSampler(dict.fromkeys(names, _CHOICES), seed=seed)
+            raise ValueError(
+                f"a grid over {len(names)} layers has {len(choices)}^{len(names)} points; take sampler='tpe'"
+            )
+        return samplers.GridSampler(dict.fromkeys(names, choices), seed=seed)
     raise ValueError(f"sampler must be 'tpe', 'random', 'grid' or an Optuna sampler, got {sampler!r}")
 
 
@@ -163,8 +168,10 @@ def _claim(the: Any, names: Sequence[str], cost: float) -> None:
     the.set_user_attr("shared", cost)
 
 
-def _give(optuna: Any, the: Any, shared: Mapping[Assignment, float], names: Sequence[str]) -> None:
-    distributions = dict.fromkeys(names, optuna.distributions.CategoricalDistribution(_CHOICES))
+def _give(
+    optuna: Any, the: Any, shared: Mapping[Assignment, float], names: Sequence[str], choices: Sequence[str]
+) -> None:
+    distributions = dict.fromkeys(names, optuna.distributions.CategoricalDistribution(choices))
     there = [trial.params for trial in the.get_trials(deepcopy=False) if trial.user_attrs.get("shared")]
     for assignment, cost in shared.items():
         params = dict(zip(names, map(str, assignment), strict=True))

@@ -56,7 +56,8 @@ def _layout(result: SearchResult) -> _Layout:
     columns += [_HEADINGS.get(name, name) for name in arrangements]
 
     def line(rank: int, row: Row) -> _Line:
-        cells = [str(rank), "per layer" if row.per_layer and len(row.label) > 24 else row.label]
+        best = row is chosen
+        cells = [f"{rank}{' *' * best}", "per layer" if row.per_layer and len(row.label) > 24 else row.label]
         cells.append(_number(row.loss, row.loss_error))
         cells += [_number(row.metrics[name], row.metrics_error[name]) for name in metrics]
         if calibrated:
@@ -66,19 +67,22 @@ def _layout(result: SearchResult) -> _Layout:
             other = row.rebatched.get(name)
             cells.append("" if other is None else _move(row.score, other) + " !" * (name in row.collapses))
         ruined = math.isnan(row.loss) or bool(row.collapses)
-        return _Line(cells, "red" if ruined else "bold green" if rank == 1 else "")
+        return _Line(cells, "red" if ruined else "bold green" if best else "")
 
-    shown, combinations = [], 0
+    shown, combinations, hidden = [], 0, 0
+    chosen = None if math.isnan(result.rows[0].loss) else result.best
     for rank, row in enumerate(result.rows, 1):
         combinations += row.per_layer
-        if not row.per_layer or combinations <= _SHOWN:
+        if not row.per_layer or combinations <= _SHOWN or row is chosen:
             shown.append(line(rank, row))
-    notes = list(result.notes)
+        else:
+            hidden += 1
+    notes = [result.why, *result.notes] if result.why else list(result.notes)
     if arrangements:
         moves = " / ".join(["loss", *metrics])
         notes.insert(0, f"The last {len(arrangements)} columns say how far {moves} move; ! marks a collapse.")
-    if combinations > _SHOWN:
-        notes.append(f"{combinations - _SHOWN} more combinations are in result.rows.")
+    if hidden:
+        notes.append(f"{hidden} more combinations are in result.rows.")
     by = "loss of the worst arrangement" if result.robust else "loss"
     title = (
         f"Configurations E_B Std_B E_F Std_F by {by} ({result.samples} samples in {result.batches} batches, "
@@ -100,7 +104,11 @@ def text(result: SearchResult) -> str:
     layout = _layout(result)
     lines = [layout.title, "", *_aligned([layout.columns, *(line.cells for line in layout.lines)])]
     if choices := _choices(result):
-        lines += ["", "The best combination of layers:", *_aligned([["layer", "config"], *map(list, choices)])]
+        lines += [
+            "",
+            "The combination of layers with the lowest loss:",
+            *_aligned([["layer", "config"], *map(list, choices)]),
+        ]
     return "\n".join([*lines, "", *(f"- {note}" for note in layout.notes)])
 
 
@@ -125,7 +133,7 @@ def rich(result: SearchResult) -> Any:
         chosen = Table("layer", "config")
         for choice in choices:
             chosen.add_row(*choice)
-        parts += [Text("The best combination of layers", style="italic"), chosen]
+        parts += [Text("The combination of layers with the lowest loss", style="italic"), chosen]
     return Group(*parts, *(Text(f"- {note}") for note in layout.notes))
 
 
@@ -154,7 +162,7 @@ def html(result: SearchResult) -> str:
     pages = [f"<table>{''.join(parts)}</table>"]
     if choices := _choices(result):
         lines = "".join(row("td", list(choice)) for choice in choices)
-        caption = "<caption>The best combination of layers</caption>"
+        caption = "<caption>The combination of layers with the lowest loss</caption>"
         pages.append(f"<table>{caption}{row('th', ['layer', 'config'])}{lines}</table>")
     notes = "".join(f"<li>{escaping.escape(note)}</li>" for note in layout.notes)
     return "".join([*pages, f"<ul>{notes}</ul>"])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _coefficients, _padding, formula, functional
+from .._activation import check_residual, finish
 from ..config import StatisticsConfig
 from ..formula import Priors
 from ..layer import BatchLayerNorm
@@ -119,16 +120,22 @@ def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
                 module.__dict__["forward"] = own
 
 
-def _forward(layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | None = None) -> Tensor:
+def _forward(
+    layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """The layer's ``forward``, which asks for a mask given around the model."""
+    normalize = partial(_normalize, layer, priors, residual=residual)
     if mask is None and _padding.known():
-        return _padding.normalize(layer, x, partial(_normalize, layer, priors))
-    return _normalize(layer, priors, x, mask)
+        return _padding.normalize(layer, x, normalize)
+    return normalize(x, mask)
 
 
-def _normalize(layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | None) -> Tensor:
+def _normalize(
+    layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | None, residual: Tensor | None
+) -> Tensor:
     """The layer's inference (eqs 18-25) with a configuration of tensors."""
     spec, channel_dim = layer.spec, functional.check(x, mask, layer.channel_dim)
+    check_residual(residual, x)
     dtype = torch.promote_types(torch.promote_types(x.dtype, torch.float32), layer.population.batch_mean.dtype)
     gamma, beta = (None if p is None else p.to(dtype) for p in (layer.weight, layer.bias))
     rows = x.to(dtype).movedim(channel_dim, -1)
@@ -143,7 +150,8 @@ def _normalize(layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | 
         y = formula.transform(rows, s, gamma, beta, spec=spec, xp=torch)
         y = y if mask is None else torch.where(mask[..., None], y, 0)
     y = y.movedim(-1, channel_dim).to(x.dtype)
-    return y.contiguous() if x.is_contiguous() else y
+    y = y.contiguous() if x.is_contiguous() else y
+    return finish(y, residual, mask, channel_dim, layer.activation)
 
 
 @lru_cache(256)  # a device would have to wait for them each time

@@ -38,10 +38,10 @@ def norm(name: str) -> Norm:
 class EqualWeights(BatchLayerNorm):
     """BLN whose weights do not know the batch size: one half each."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Normalize ``x``."""
         if not self.training:
-            return super().forward(x, mask)
+            return super().forward(x, mask, residual)
         shape = list(x.shape)
         shape.pop(self.channel_dim)
         positions = tuple(shape[1:]) if self.per_position else ()
@@ -50,7 +50,7 @@ class EqualWeights(BatchLayerNorm):
         y, statistics = functional.batch_layer_norm(
             x, self.weight, self.bias, channel_dim=self.channel_dim, per_position=self.per_position, mask=mask,
             eps=self.eps, mix_eps=self.mix_eps, dim_scale=self.dim_scale, population=half, config="FFFF",
-            return_statistics=True,
+            residual=residual, activation=self.activation, return_statistics=True,
         )  # fmt: skip
         self.population.update(statistics, m, entries, mask, positions, self.momentum)
         return y

@@ -14,7 +14,7 @@ from keras import ops
 
 from .._search.result import Row, SearchResult, ranked
 from .._search.scores import Tally
-from .._search.search import DEPENDS_ON_BATCH
+from .._search.search import DEPENDS_ON_BATCH, choices
 from ..config import StatisticsConfig
 from ..model import configure_layers
 from ..progress import track
@@ -161,12 +161,13 @@ def search(
     *,
     loss: Any,
     metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
+    candidates: Iterable[StatisticsConfig | str] = (),
     progress: bool = True,
 ) -> SearchResult:
     """Find the configuration of statistics that suits a trained model: all 16 on held-out batches.
 
-    Search on **validation** data. Each batch is loaded once and predicted 16 times by one compiled function. The model
-    is left as it was found; ``SearchResult.apply`` gives it the winner.
+    Search on **validation** data. Each batch is loaded once, and predicted in all configurations by one compiled
+    function. The model is left as it was found; ``SearchResult.apply`` gives it the winner.
 
     Args:
         model: A trained Keras model with BLN layers; it need not be compiled.
@@ -175,6 +176,7 @@ def search(
         metrics: ``"accuracy"``, other names Keras knows, ``keras.metrics.Metric``, or functions ``metric(targets,
             outputs)``; several in a list, or by name. Higher is better, and the first breaks ties. Values are those of
             a batch, averaged by samples.
+        candidates: Configurations to compare beside the 16, such as ``StatisticsConfig.shrunk(4, 16, 64)``.
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
 
     Returns:
@@ -182,7 +184,7 @@ def search(
     """
     found = _required_layers(model)
     functions = {"loss": keras.losses.get(loss), **_named(metrics)}
-    configs = list(StatisticsConfig.all())
+    configs = choices(candidates)
     before = {name: layer.config for name, layer in found.items()}
     tally = Tally([name for name in functions if name != "loss"], len(configs))
     try:

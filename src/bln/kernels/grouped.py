@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _coefficients
+from .._activation import Activation, finish
 from .._autograd import differentiate, recomputing
 from .._spec import Spec
 from ..config import StatisticsConfig
@@ -26,10 +27,14 @@ FEWEST_POSITIONS = 4
 """With fewer, a pair of coefficients for each sample and feature would be more to move than the input."""
 
 
-def usable(x: Tensor, channel_dim: int) -> bool:
-    """Whether the kernels are for inputs of this shape."""
+def usable(x: Tensor, channel_dim: int, residual: Tensor | None = None) -> bool:
+    """Whether the kernels are for inputs of this shape, and such a residual."""
     values = x.numel() // x.shape[0]
-    return FEWEST_POSITIONS * x.shape[channel_dim] <= values < 2**31
+    fits = FEWEST_POSITIONS * x.shape[channel_dim] <= values < 2**31
+    return fits and (residual is None or type(residual) in _KINDS)
+
+
+_KINDS = (Tensor, torch.nn.Parameter)
 
 
 class Call(NamedTuple):
@@ -38,7 +43,7 @@ class Call(NamedTuple):
     plan: Plan
     spec: Spec
     channel_dim: int
-    activation: str | None
+    activation: Activation | None
     device: torch.device
 
 
@@ -48,7 +53,7 @@ _MOST = 4096
 
 def _call(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
-    residual: Tensor | None = None, activation: str | None = None, known: bool = False,
+    residual: Tensor | None = None, activation: Activation | None = None, known: bool = False,
 ) -> Call | None:  # fmt: skip
     """The call for such tensors; ``None`` where the input lies in memory as no kernel reads it.
 
@@ -74,7 +79,7 @@ def _call(
 
 def _prepared(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
-    residual: Tensor | None, activation: str | None,
+    residual: Tensor | None, activation: Activation | None,
 ) -> tuple[Tensor, Tensor | None, Call]:  # fmt: skip
     """The input and the residual as the kernels read them, copied if need be, and the call."""
     if Shape.of(x, channel_dim) is None:
@@ -101,13 +106,15 @@ def _stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
-def train_layer(layer: BatchLayerNorm, x: Tensor) -> Tensor | None:
+def train_layer(layer: BatchLayerNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
     """The layer's training forward of an ordinary input; ``None`` where it has to be looked at more closely.
 
     What is looked up here has been checked when it was first prepared. Attributes of a module are found in Python,
     one by one: that takes longer than all else here, so dictionaries are read.
     """
     if type(x) is not Tensor or x.dim() < 2 or x.data_ptr() % 16 or layer._group is not None:
+        return None
+    if residual is not None and not _ordinary(residual, x):
         return None
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return None
@@ -119,12 +126,21 @@ def train_layer(layer: BatchLayerNorm, x: Tensor) -> Tensor | None:
             return None  # those that are computed, as by parametrizations, are not here at all
     if population.batch_mean.dtype != torch.float32:
         return None
-    call = _call(x, gamma, beta, None, layer.channel_dim % x.dim(), layer.spec, known=True)
+    channel_dim, activation = layer.channel_dim % x.dim(), layer._activation
+    call = _call(x, gamma, beta, None, channel_dim, layer.spec, residual, activation, known=True)
     if call is None or call.plan.features != layer.num_features or call.device.index != torch._C._cuda_getDevice():
         return None
     remember: Any = None if recomputing() else (population, layer.momentum)
-    y: Tensor = _Train.apply(x, gamma, beta, None, None, call, remember, None)  # type: ignore[no-untyped-call]
+    residual = None if residual is None else _like(residual, x)
+    y: Tensor = _Train.apply(x, gamma, beta, residual, None, call, remember, None)  # type: ignore[no-untyped-call]
     return y
+
+
+def _ordinary(residual: Tensor, x: Tensor) -> bool:
+    """Whether a residual is one that the layer would not refuse."""
+    if type(residual) not in _KINDS or residual.shape != x.shape:
+        return False
+    return residual.is_floating_point() and residual.device == x.device
 
 
 @on_its_device
@@ -137,7 +153,7 @@ def train(
     spec: Spec,
     remember: Remembered = None,
     residual: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     found: list[Tensor] | None = None,
 ) -> Tensor:
     """Algorithm 1 of ``x``; ``g(BLN(x) + residual)`` if asked.
@@ -259,21 +275,12 @@ def _plain(
     mask: Tensor | None,
     channel_dim: int,
     spec: Spec,
-    activation: str | None,
+    activation: Activation | None,
 ) -> Tensor:
     """The same in operators, in float32."""
     scale, shift = (None if parameter is None else parameter.float() for parameter in (gamma, beta))
     y, _ = _coefficients.train(x.float(), scale, shift, mask, channel_dim, spec)
-    return activated(y, residual, mask, channel_dim, activation)
-
-
-def activated(
-    y: Tensor, residual: Tensor | None, mask: Tensor | None, channel_dim: int, activation: str | None
-) -> Tensor:
-    """Add the residual, then the nonlinearity."""
-    y = y if residual is None else y + residual
-    y = y if activation is None else getattr(torch.nn.functional, activation)(y)
-    return _coefficients.hide(y, mask, channel_dim)
+    return finish(y, residual, mask, channel_dim, activation)
 
 
 # ---- inference
@@ -290,7 +297,7 @@ def infer(
     population: Population,
     config: StatisticsConfig,
     residual: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
 ) -> Tensor:
     """Algorithm 2 of ``x`` in any configuration."""
     x, residual, call = _prepared(x, gamma, beta, mask, channel_dim, spec, residual, activation)
@@ -342,11 +349,11 @@ def _plain_inference(
     spec: Spec,
     population: Population,
     config: StatisticsConfig,
-    activation: str | None,
+    activation: Activation | None,
 ) -> Tensor:
     """The same in operators, in float32."""
     scale, shift = (None if parameter is None else parameter.float() for parameter in (gamma, beta))
     m: Any = x.shape[0] if mask is None else mask.reshape(x.shape[0], -1).any(1).sum()
     kept = population.statistics((), m)
     y, _ = _coefficients.infer(x.float(), scale, shift, mask, channel_dim, spec, kept, config)
-    return activated(y, residual, mask, channel_dim, activation)
+    return finish(y, residual, mask, channel_dim, activation)

@@ -1,0 +1,84 @@
+"""Batch statistics of recent requests, which join those of the next one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from operator import index
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor, nn
+
+from . import formula
+from .formula import Statistics
+from .population import Population, keep_precision, window
+
+_lock = threading.Lock()
+"""Held while a request reads and writes; a module cannot hold one itself, since it could not be copied."""
+
+
+class Memory(nn.Module):
+    """Mean and variance over the samples of recent requests, as if they were samples of the current one.
+
+    Each request joins what is remembered by its samples, and is remembered with it. What is remembered counts as
+    ``samples`` samples at most, so that older requests fade. Nothing of it is in the state dict.
+
+    Args:
+        population: The layer's, whose shape this has.
+        samples: The bound.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(self, population: Population, samples: int) -> None:
+        super().__init__()
+        if isinstance(samples, bool) or not isinstance(samples, SupportsIndex) or index(samples) < 1:
+            raise ValueError(
+                f"memory must be None or an integer of at least 1, the samples to remember; got {samples!r}"
+            )
+        self.samples = index(samples)
+        likes = {"mean": population.batch_mean, "var": population.batch_var, "count": population.inverse_m}
+        for name, like in likes.items():
+            self.register_buffer(name, torch.zeros_like(like), persistent=False)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget all requests."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def join(self, current: Statistics, m: int | Tensor, positions: tuple[int, ...]) -> Statistics:
+        """Statistics of a request and of what is remembered, together; a request that is not finite is not remembered.
+
+        Args:
+            current: Statistics of the request.
+            m: Its samples; under a mask, at each position.
+            positions: Its positions, ``()`` where statistics are pooled over them.
+        """
+        at = window(positions, tuple(self.mean.shape[:-1]))
+        with nullcontext() if torch.compiler.is_compiling() else _lock:
+            mean, var, count = (value[at] if at else value for value in (self.mean, self.var, self.count))
+            counts = torch.stack([count, torch.zeros_like(count) + m])
+            parts = counts[..., None]
+            means = torch.stack([mean, current.batch_mean])
+            squares = parts * torch.stack([var, current.batch_var])
+            batch_mean, batch_var = formula.combine(torch, parts, means, squares)
+            number = counts.sum(0)
+            with torch.no_grad():
+                finite = batch_var.isfinite().all() & batch_mean.isfinite().all()
+                for kept, new in ((mean, batch_mean), (var, batch_var), (count, number.clamp(max=self.samples))):
+                    # Through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.
+                    kept.detach().copy_(torch.where(finite, new, kept))
+        return current._replace(batch_mean=batch_mean, batch_var=batch_var, inverse_m=1 / number.clamp(min=1))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Memory:
+        super()._apply(keep_precision(fn), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        """The bound."""
+        return f"samples={self.samples}"

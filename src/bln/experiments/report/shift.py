@@ -205,6 +205,7 @@ def by_norm(results: Results) -> Table:
 def by_corruption(results: Results, size: int = 16) -> Table:
     """The accuracy under each corruption at one request size."""
     norms, names = shown(results), list(results.configurations)
+    size = size if size in results.sizes else results.sizes[-1]
     head = ["corruption", *(f"{look(norm).name}, {NAMES.get(name, name)}" for norm in norms for name in names)]
     others = [norm for norm in OTHERS if norm in results.norms]
     rows = []

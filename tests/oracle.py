@@ -6,6 +6,7 @@ is compared with this, so it imports nothing from it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -232,3 +233,23 @@ class Population:
             groups=self.groups,
         )
         return y if mask is None else np.where(np.asarray(mask)[..., None], y, 0.0)
+
+
+def _normal(z):
+    return np.vectorize(math.erf, otypes=[np.float64])(z / math.sqrt(2)) / 2 + 0.5
+
+
+def _sigmoid(z):
+    return np.exp(-np.logaddexp(0, -z))
+
+
+ACTIVATIONS = {
+    None: (lambda z: z, np.ones_like),
+    "relu": (lambda z: np.maximum(z, 0.0), lambda z: (z > 0) * 1.0),
+    "silu": (lambda z: z * _sigmoid(z), lambda z: _sigmoid(z) * (1 + z * (1 - _sigmoid(z)))),
+    "gelu": (
+        lambda z: z * _normal(z),
+        lambda z: _normal(z) + z * np.exp(-z * z / 2) / math.sqrt(2 * math.pi),
+    ),
+}
+"""What may follow the layer, and the derivative."""

@@ -374,6 +374,76 @@ def test_an_activation_inside_of_a_norm_stays_with_it():
     torch.testing.assert_close(frozen(x), expected)
 
 
+def norm_with(act, drop=None):
+    """As timm has it: the norm, then its ``drop``, then its ``act``."""
+    norm = BatchNormAct(6, act=lambda inplace: act)
+    norm.drop = drop or nn.Identity()
+    return norm
+
+
+class SiLU(nn.Module):
+    """A library's own."""
+
+    def forward(self, x):
+        return x * x.sigmoid()
+
+
+class ReLU(nn.Module):
+    """Another function of that name."""
+
+    def forward(self, x):
+        return x.clamp(0, 6)
+
+
+@pytest.mark.parametrize("drop", [None, nn.Dropout(0.0), nn.Dropout2d(0.0)], ids=str)
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [(nn.ReLU(), "relu"), (nn.ReLU(inplace=True), "relu"), (nn.SiLU(), "silu"), (SiLU(), "silu"), (nn.GELU(), "gelu")],
+    ids=str,
+)
+def test_a_norm_with_a_known_activation_becomes_one_layer(act, name, drop):
+    norm = warmed(norm_with(act, drop), (8, 6, 5, 4))
+    x, parameters = torch.randn(8, 6, 5, 4), dict(norm.named_parameters())
+    expected = norm(x.clone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = bln.convert(nn.Sequential(nn.Identity(), norm))
+    made = net[1]
+    assert type(made) is bln.BatchLayerNorm
+    assert made.activation == name
+    # Float32 through a dozen operations, on values of a few units.
+    torch.testing.assert_close(made.eval()(x), expected, atol=1e-5, rtol=1e-5)
+    # Names in the state dict are the norm's own, and so are the parameters.
+    assert all(dict(made.named_parameters())[key] is value for key, value in parameters.items())
+    again = bln.convert(nn.Sequential(nn.Identity(), norm_with(act, drop))).eval()
+    again.load_state_dict(net.state_dict())
+    assert torch.equal(again(x), net.eval()(x))
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("act", "drop"),
+    [
+        (nn.GELU("tanh"), None), (nn.Hardswish(), None), (nn.ReLU6(), None), (ReLU(), None), (hooked(nn.ReLU()), None),
+        (nn.ReLU(), nn.Dropout(0.1)), (nn.ReLU(), hooked(nn.Dropout(0.0))), (nn.PReLU(), None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_norm_with_anything_else_behind_it_keeps_that_as_modules(act, drop):
+    norm = warmed(norm_with(act, drop), (8, 6, 5, 4))
+    x = torch.randn(8, 6, 5, 4)
+    expected = norm(x.clone())
+    made = bln.convert(norm)
+    assert made.norm.activation is None
+    assert made.act is act
+    assert drop is None or made.drop is drop
+    torch.testing.assert_close(made.eval()(x), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_what_cannot_be_converted_is_named_with_its_class_and_the_reason():
     class RMS(nn.Module):
         def __init__(self):

@@ -765,6 +765,119 @@ def test_the_layer_with_kernels_is_the_layer_without(
         assert torch.equal(theirs.eval()(x, *rest), mine.eval()(x, *rest))
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["", "last"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activated_layer(activation, with_residual, masked, last, chosen, launched, monkeypatch):
+    """In the same three launches, the second time past all checks; hidden entries of the residual do not matter."""
+    (x, gamma, beta, residual, mask), spec = activated_case((4, 6, 3, 5), torch.float32, masked, with_residual)
+    layer = bln.BatchLayerNorm(6, groups=2, activation=activation).to(DEVICE)
+    layer.load_state_dict({"weight": gamma, "bias": beta}, strict=False)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    hidden = None if mask is None else ~mask[:, None].expand(x.shape)
+    dy = torch.randn_like(x)
+    double = [t if t is None else t.detach().double().requires_grad_() for t in (x, gamma, beta, residual)]
+    expected = reference(*double, mask, spec, activation)
+    wanted = [t for t in double if t is not None]
+    truth = [expected, *torch.autograd.grad(expected, wanted, dy.double())]
+    for time in (1, 2):
+        launched.clear()
+        inputs = [t.detach().clone().requires_grad_() for t in (x, residual) if t is not None]
+        if hidden is not None and with_residual:
+            inputs[1].data.masked_fill_(hidden, torch.nan)
+        y = layer(inputs[0], mask, *inputs[1:])
+        found = torch.autograd.grad(y, [inputs[0], layer.weight, layer.bias, *inputs[1:]], dy)
+        assert launched == FORWARD + BACKWARD
+        assert y.stride() == x.stride()
+        same_gradients([y, *found], truth, ["y", "dx", "dgamma", "dbeta", "dresidual"][: len(truth)])
+        assert hidden is None or not any(t[hidden].any() for t in (y, found[0], *found[3:]))
+        if time == 1 and mask is None:
+            monkeypatch.setattr(grouped, "train", None)  # it is not asked again
+
+    launched.clear()
+    layer.eval()
+    layer.config = "FFTF"
+    with poisoned():
+        y = layer(inputs[0].detach(), mask, *(t.detach() for t in inputs[1:]))
+    assert launched == ["measure", "join_inference", "apply"]
+    population = bln.functional.Statistics(*(t.double() for t in layer.population.statistics((), 4)))
+    expected = reference(*double, mask, spec, activation, population=population, config="FFTF")
+    same_gradients([y], [expected], ["y"])
+
+
+@pytest.mark.parametrize("kind", ["strided", "double", "expanded"])
+def test_an_activated_layer_takes_residuals_that_lie_otherwise(kind, chosen, launched):
+    layer, x = layer_of(6, activation="silu"), torch.randn(4, 6, 7, device=DEVICE)
+    given, found = lay(torch.randn(4, 6, 7, device=DEVICE), kind), []
+    for other in (given.to(x.dtype).contiguous(), given, given):
+        launched.clear()
+        other = other.detach().requires_grad_()
+        y = layer(x, residual=other)
+        assert launched == FORWARD
+        (gradient,) = torch.autograd.grad(y, other, torch.ones_like(y))
+        assert gradient.dtype == other.dtype
+        found.append([y, gradient.to(x.dtype)])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_an_activated_layer_refuses_a_residual_after_others_that_fit(chosen):
+    layer, x = layer_of(6), torch.randn(4, 6, 7, device=DEVICE)
+    for _ in range(2):
+        layer(x, residual=x)
+    for wrong, error in ((x[:, :, :1], ValueError), (x > 0, TypeError), (1.0, TypeError), (x.to("meta"), ValueError)):
+        with pytest.raises(error, match="residual"):
+            layer(x, residual=wrong)
+    assert layer.population.updates.eq(2).all()
+
+
+def test_another_activation_is_another_launch(chosen):
+    """Of the same layer: nothing that was prepared for one is used for the next."""
+    layer, x = layer_of(6), torch.randn(4, 6, 7, device=DEVICE)
+    layer(x)
+    plain = layer(x)
+    for activation in ("relu", "silu", None, "gelu", "relu"):
+        layer.activation = activation
+        expected = plain if activation is None else getattr(nn.functional, activation)(plain)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "few positions", "forward mode", "compiled"])
+def test_where_kernels_cannot_run_operators_add_and_activate(transform, chosen, launched):
+    layer, residual = layer_of(6, activation="gelu"), torch.randn(3, 4, 6, 7, device=DEVICE)
+    x = torch.randn(4, 6, 7, device=DEVICE)
+    layer(x, residual=residual[0])
+    launched.clear()
+
+    def expected(x, residual):
+        y = bln.functional.batch_layer_norm(x.double(), layer.weight.double(), layer.bias.double(), groups=2)
+        return nn.functional.gelu(y + residual.double()).float()
+
+    layer.momentum = 0.0
+    wanted = [expected(x, r) for r in residual]
+    if transform == "vmap":  # of residuals alone
+        wanted = [layer.eval()(x, residual=r) for r in residual]
+        launched.clear()
+        found = torch.func.vmap(lambda r: layer(x, residual=r))(residual)
+    elif transform == "few positions":
+        found = [layer(x[..., :2], residual=r[..., :2]) for r in residual]
+        wanted = [expected(x[..., :2], r[..., :2]) for r in residual]
+    elif transform == "forward mode":
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(residual[0], torch.ones_like(x))
+            y, tangent = torch.autograd.forward_ad.unpack_dual(layer(x, residual=dual))
+        slope = torch.func.jvp(lambda r: expected(x, r), (residual[0],), (torch.ones_like(x),))[1]
+        torch.testing.assert_close(tangent, slope, rtol=1e-4, atol=1e-4)
+        found, wanted = [y], wanted[:1]
+    else:
+        torch.compiler.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        found = [compiled(x, residual=r) for r in residual]
+    assert not launched
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # both in float32, in another order
+
+
 def test_few_positions_are_left_to_operators(chosen, launched):
     layer = layer_of(4)
     for shape in ((6, 4), (6, 4, 3)):

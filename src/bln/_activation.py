@@ -16,7 +16,7 @@ MODULES: dict[Activation, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, 
 
 
 def check_activation(activation: Any) -> Activation | None:
-    """Refuse an activation that is not known."""
+    """Return the activation, if it is a known one."""
     if activation is None or (isinstance(activation, str) and activation in MODULES):
         return activation
     names = ", ".join(map(repr, MODULES))

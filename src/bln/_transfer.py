@@ -64,7 +64,8 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
     """Give the BLN layers of ``target`` all that those of ``source`` hold, whichever frameworks they are made of.
 
     Weights, population statistics, counters and the configuration are copied bit for bit. Everything is checked before
-    anything is written. Other layers are not touched: copy their weights by the means of their frameworks.
+    anything is written. Other layers are not touched: copy their weights by the means of their frameworks. Nor is an
+    ``activation`` of a torch layer: elsewhere it stands behind the layer.
 
     Args:
         source: A BLN layer or a model with BLN layers, of torch, Keras or Flax NNX.

@@ -101,6 +101,7 @@ class BatchLayerNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     population: Population
+    activation: Activation | None
     _memory: Memory | None
     _agreed = False  # with the other ranks, on positions
 
@@ -187,14 +188,10 @@ class BatchLayerNorm(nn.Module):
     def config(self, value: StatisticsConfig | str) -> None:
         self._config = StatisticsConfig.parse(value)
 
-    @property
-    def activation(self) -> Activation | None:
-        """The activation behind the normalization; assign another, or ``None``."""
-        return self._activation
-
-    @activation.setter
-    def activation(self, value: Activation | None) -> None:
-        self._activation = check_activation(value)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "activation":  # no property: nn.Module passes that by where the value is a module
+            check_activation(value)
+        super().__setattr__(name, value)
 
     @property
     def memory(self) -> Memory | None:

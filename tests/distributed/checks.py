@@ -142,6 +142,34 @@ def against_the_oracle(
     assert_population(layer, expected, largest, tolerance.ROUNDINGS)
 
 
+def activated(seed: int, masked: bool, options: dict) -> None:
+    """Statistics are those of all ranks; the residual and what follows are a rank's own."""
+    torch.manual_seed(seed)
+    layer = bln.BatchLayerNorm(
+        3, activation="silu", process_group="world", dtype=torch.float64, device=DEVICE, **options
+    )  # fmt: skip
+    alone = copy.deepcopy(layer)
+    alone.process_group = None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first = rank * (rank + 1) // 2  # the rank has one sample more than the one before
+    own, n = slice(first, first + rank + 1), world * (world + 1) // 2
+    x, residual, dy = (torch.randn(n, 3, 4, dtype=torch.float64).to(DEVICE) for _ in range(3))
+    mask = (torch.rand(n, 4) < 0.6).to(DEVICE) if masked else None
+    if mask is not None:
+        mask[:, 0] = True
+        residual = torch.where(mask[:, None], residual, torch.nan)
+    found = []
+    for one, at in ((alone, slice(None)), (layer, own)):
+        inputs = [t[at].clone().requires_grad_() for t in (x, residual)]
+        y = one(inputs[0], None if mask is None else mask[at], inputs[1])
+        y.backward(dy[at])
+        found.append([y, *(t.grad for t in inputs)])
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs[own], rtol=1e-10, atol=1e-10)
+    for mine, theirs in zip(layer.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(total(mine.grad), theirs.grad, rtol=1e-10, atol=1e-10)
+
+
 def said(call) -> str:
     try:
         call()

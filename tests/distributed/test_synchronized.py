@@ -39,6 +39,12 @@ def test_outputs_gradients_and_population_are_those_of_one_process(two_or_three,
     against_the_oracle(two_or_three, dtype=dtype, masked=masked, **form)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@every_form_of_three_features
+def test_a_residual_and_an_activation_are_the_rank_s_own(two_or_three, form, masked):
+    two_or_three.check("activated", seed=random.randrange(2**31), masked=masked, options=form)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 @pytest.mark.parametrize("momentum", [None, 0.1])
 @pytest.mark.parametrize(("positions", "channel_dim"), [([], 1), ([3], -1), ([2, 3], -1)])

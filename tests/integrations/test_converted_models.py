@@ -202,6 +202,26 @@ def test_norms_of_timm_are_known_by_what_they_compute(name):
     torch.testing.assert_close(new(x.clone()), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["BatchNormAct2d", "GroupNormAct"])
+@pytest.mark.parametrize(
+    ("act", "activation"), [("relu", "relu"), ("silu", "silu"), ("swish", "silu"), ("gelu", "gelu")]
+)
+def test_a_norm_of_timm_with_a_known_activation_becomes_one_layer(name, act, activation):
+    norm = getattr(timm.layers, name)(32, act_layer=act)
+    names = [key for key, _ in norm.named_parameters()]
+    new = quietly(norm)
+    assert isinstance(new, bln.BatchLayerNorm)
+    assert new.activation == activation
+    assert [key for key, _ in new.named_parameters()] == names
+
+
+def test_a_norm_of_timm_with_another_activation_keeps_its_module():
+    for act in ("gelu_tanh", "hard_swish", "leaky_relu"):
+        new = quietly(timm.layers.BatchNormAct2d(32, act_layer=act))
+        assert new.norm.activation is None
+        assert len(new) == 2
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_norms_of_timm_that_are_something_else_are_left_with_the_reason(name):
     kind = getattr(timm.layers, name)

@@ -152,6 +152,23 @@ def test_a_map_that_was_kept_is_a_product_and_a_sum(masked):
         torch.testing.assert_close(torch.from_numpy(y[0]), affine(x, mask if masked else None), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+@pytest.mark.parametrize("groups", [None, 2])
+def test_residuals_and_activations(activation, groups):
+    layer = BatchLayerNorm(6, groups=groups, activation=activation)
+    layer(torch.randn(5, 6, 4))
+    layer.eval()
+    batch = Dim("batch")
+    args = (torch.randn(3, 6, 4), masks(3, 4), torch.randn(3, 6, 4))
+    run, _ = exported(layer, args, tuple({0: batch} for _ in args))
+    for n in (1, 7):
+        given = torch.randn(n, 6, 4), masks(n, 4), torch.randn(n, 6, 4)
+        with torch.no_grad():
+            expected = layer(*given)
+        # A dozen operations in float32, on values of a few units.
+        torch.testing.assert_close(torch.from_numpy(run(*given)[0]), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_the_example_writes_a_file_that_takes_any_batch_size(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["freeze_and_export.py", "--folder", str(tmp_path)])
     runpy.run_path(str(Path(__file__).parents[2] / "examples/freeze_and_export.py"), run_name="__main__")

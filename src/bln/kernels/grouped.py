@@ -126,7 +126,7 @@ def train_layer(layer: BatchLayerNorm, x: Tensor, residual: Tensor | None = None
             return None  # those that are computed, as by parametrizations, are not here at all
     if population.batch_mean.dtype != torch.float32:
         return None
-    channel_dim, activation = layer.channel_dim % x.dim(), layer._activation
+    channel_dim, activation = layer.channel_dim % x.dim(), layer.activation
     call = _call(x, gamma, beta, None, channel_dim, layer.spec, residual, activation, known=True)
     if call is None or call.plan.features != layer.num_features or call.device.index != torch._C._cuda_getDevice():
         return None

@@ -10,7 +10,7 @@ import bln
 from bln.cli import main
 from bln.experiments.report import shift as report
 from bln.experiments.runs import RunError
-from bln.experiments.shift import corruptions, evaluation, study, training
+from bln.experiments.shift import corruptions, study, training
 from bln.experiments.shift.evaluation import CONFIGURATIONS, accuracies, answers, arrange
 from bln.experiments.shift.study import Questions, conditions
 
@@ -227,7 +227,12 @@ def test_the_command_runs_and_reports_again(cifar, tmp_path, monkeypatch, capsys
     assert "options of its own" in capsys.readouterr().err
 
 
-def test_requests_are_told_apart_in_the_grouped_form_alone():
-    layer = bln.BatchLayerNorm(4, per_position=False).eval()
-    with pytest.raises(ValueError, match="grouped form"), evaluation._by_request(layer, 2):
-        layer(torch.randn(4, 4, 3, 3))
+@pytest.mark.parametrize("name", ["bln-shared", "activation"])
+def test_layers_of_other_forms_answer_one_request_after_the_other(name):
+    net = a_net("bln-grouped" if name == "activation" else name)
+    if name == "activation":
+        next(iter(bln.layers(net).values())).activation = "relu"
+    bln.configure(net, "FFFF")
+    inputs = torch.randn(6, 3, 32, 32)
+    with torch.no_grad():
+        assert answers(net, inputs, 4).equal(torch.cat([net(inputs[:4]), net(inputs[4:])]))

@@ -46,6 +46,7 @@ def fill(markdown: str, docs: Path) -> str:
         "shift_short": lambda docs: shift_short(_shift(docs)),
         "shift_table": lambda docs: shift_table(_shift(docs)),
         "shift_advice": lambda docs: shift_advice(_shift(docs)),
+        "shift_severities": lambda docs: shift_severities(_shift(docs)),
         "shift_norms": lambda docs: shift_norms(_shift(docs)),
         "shift_sorted": lambda docs: shift_sorted(_shift(docs)),
         "shift_settings": lambda docs: shift_settings(_shift(docs)),
@@ -580,18 +581,23 @@ def shift_table(found: shift.Results) -> Iterator[str]:
 
 def shift_advice(found: shift.Results) -> Iterator[str]:
     """What is chosen for each request size on validation corruptions, and what it gains on the others."""
-    both = (shift.SHIFTED, shift.CLEAN)
+    names = ("64", "16", "4")
     rows = []
     for size in found.sizes:
-        names = found.chosen(NET, size), "16"
-        gains = [found.gain(NET, name, size, where).text(signed=True) for name in names for where in both]
-        rows.append([str(size), shift.NAMES[names[0]], *gains])
-    head = ["request", "chosen", "corrupted", "clean", "k = 16, corrupted", "k = 16, clean"]
+        gains = [found.gain(NET, name, size, where) for name in names for where in (shift.SHIFTED, shift.CLEAN)]
+        rows.append([str(size), shift.NAMES[found.chosen(NET, size)], *(gain.text(signed=True) for gain in gains)])
+    head = ["request", "chosen"] + [f"k = {name}, {what}" for name in names for what in ("corrupted", "clean")]
     yield shift.markdown(head, rows)
     yield (
         "How much more accurate the BatchNorm net is than with population statistics, with the 95 % interval of the "
         "difference. *Chosen* is what is most accurate on four other corruptions of images held out of training."
     )
+
+
+def shift_severities(found: shift.Results) -> Iterator[str]:
+    """How much the best prior depends on how far the data has moved."""
+    yield shift.markdown(*shift.by_severity(found, NET))
+    yield "Accuracy of the BatchNorm net on corrupted images by request size and severity."
 
 
 def shift_norms(found: shift.Results) -> Iterator[str]:
@@ -616,6 +622,10 @@ def shift_sorted(found: shift.Results) -> Iterator[str]:
         if name != "T"
     ]
     yield f"Sorting clean images, in requests of 16, moves the accuracy {_words(parts)}. `T` cannot notice."
+    images = found.header["questions"]["images"]
+    several = [f"{math.ceil(10 * size / images)} in one of {size}" for size in found.sizes if 10 * size > images]
+    if several:
+        yield f"With {images:,} images of ten classes a sorted request holds about {_words(several)}, else one or two."
 
 
 def shift_settings(found: shift.Results) -> Iterator[str]:

@@ -136,7 +136,8 @@ def write(results: Results, folder: Path) -> Path:
         plot.save(figures)
         parts.append(f"![{plot.alt}](figures/{plot.name}.png)\n\n{plot.caption}")
     for norm in shown(results):
-        parts += [f"## The {BLN[norm]}", markdown(*by_request(results, norm)), markdown(*when_sorted(results, norm))]
+        tables = by_request(results, norm), by_severity(results, norm), when_sorted(results, norm)
+        parts += [f"## The {BLN[norm]}", *(markdown(*each) for each in tables)]
     parts += ["## By norm", markdown(*by_norm(results)), "## By corruption", markdown(*by_corruption(results))]
     path = folder / "shift.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -215,6 +216,20 @@ def by_corruption(results: Results, size: int = 16) -> Table:
         cells += [results.accuracy(norm, "net", size, where) for norm in others]
         rows.append([corruption.replace("_", " "), *(f"{cell.mean:.3f}" for cell in cells)])
     return [*head, *(look(norm).name for norm in others)], rows
+
+
+def by_severity(results: Results, norm: str, sizes: Sequence[int] = (1, 16, 250)) -> Table:
+    """The accuracy at each severity of corruptions, at some request sizes."""
+    names = list(results.configurations)
+    sizes = [size for size in sizes if size in results.sizes] or results.sizes[-1:]
+    rows = []
+    for size in sizes:
+        for severity in sorted(results.header["questions"]["severities"]):
+            where = SHIFTED._replace(severity=severity)
+            cells = [results.accuracy(norm, name, size, where) for name in names]
+            best = max(cell.mean for cell in cells)
+            rows.append([str(size), str(severity), *(_cell(cell, cell.mean == best) for cell in cells)])
+    return ["request", "severity", *(NAMES.get(name, name) for name in names)], rows
 
 
 def corruptions(results: Results) -> list[str]:

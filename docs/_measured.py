@@ -1,8 +1,8 @@
 """What has been measured, put into pages when the site is built, so that a figure in the text cannot go stale.
 
 A line ``<!-- measured: NAME -->`` in a page becomes what the function of that name makes of the results:
-``results/summary.json`` with its figures, ``results/layer.csv``, and ``img/search.json``. Each may come to hold more
-than it does today.
+``results/summary.json`` with its figures, ``results/layer.csv``, ``results/shift/shift.jsonl`` and ``img/search.json``.
+Each may come to hold more than it does today.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bln.experiments.report import shift
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, Measure, difference, ended
 from bln.experiments.report.figures import data
 from bln.experiments.report.overview import TITLES, chosen
@@ -42,6 +43,13 @@ def fill(markdown: str, docs: Path) -> str:
         "calibration": lambda docs: calibration(_search(docs)),
         "kernels": lambda docs: kernels(_timings(docs)),
         "goals": lambda docs: goals(_timings(docs)),
+        "shift_short": lambda docs: shift_short(_shift(docs)),
+        "shift_table": lambda docs: shift_table(_shift(docs)),
+        "shift_advice": lambda docs: shift_advice(_shift(docs)),
+        "shift_severities": lambda docs: shift_severities(_shift(docs)),
+        "shift_norms": lambda docs: shift_norms(_shift(docs)),
+        "shift_sorted": lambda docs: shift_sorted(_shift(docs)),
+        "shift_settings": lambda docs: shift_settings(_shift(docs)),
     }
     return PLACE.sub(lambda place: "\n\n".join(makers[place[1]](docs)), markdown)
 
@@ -530,3 +538,107 @@ def _rivalry(batch_size: int, estimates: Mapping[str, Estimate]) -> str:
         return ""
     gap = number(estimates[own[0]].mean - estimates[others[0]].mean, signed=True)
     return f"{gap} at batch {batch_size} ({look(own[0]).name} and {look(others[0]).name})"
+
+
+# ---- when the data changes
+
+
+NET = "bn"
+"""The net that the text speaks of: the one that most readers have."""
+
+
+def _shift(docs: Path) -> shift.Results:
+    return shift.read(docs / "results" / "shift" / "shift.jsonl")
+
+
+def shift_short(found: shift.Results) -> Iterator[str]:
+    """What population statistics lose, and what a prior wins back."""
+    clean, lost, some, many = (
+        number(found.accuracy(NET, name, size, where).mean)
+        for name, size, where in (
+            ("T", 1, shift.CLEAN), ("T", 1, shift.SHIFTED), ("16", 16, shift.SHIFTED), ("16", 250, shift.SHIFTED),
+        )
+    )  # fmt: skip
+    yield (
+        f"A small residual net with BatchNorm is right about {clean} of clean CIFAR-10 test images, and about {lost} "
+        f"of the same images under {len(shift.corruptions(found))} common corruptions. With `prior=16` it is right "
+        f"about {some} of them in requests of 16 images and {many} in requests of 250. No weight has changed."
+    )
+
+
+def shift_table(found: shift.Results) -> Iterator[str]:
+    """Accuracy by request size and configuration, for each net that can fit its statistics."""
+    for norm in shift.shown(found):
+        yield f"### The {shift.BLN[norm]}"
+        yield shift.markdown(*shift.by_request(found, norm))
+    severities = _words([str(severity) for severity in found.header["questions"]["severities"]])
+    yield (
+        f"Accuracy, mean over {len(found.seeds)} seeds ± half its 95 % interval. Corrupted: mean of "
+        f"{len(shift.corruptions(found))} corruptions at severities {severities}. Bold is the highest of a row. `T` "
+        "does not depend on the request."
+    )
+
+
+def shift_advice(found: shift.Results) -> Iterator[str]:
+    """What is chosen for each request size on validation corruptions, and what it gains on the others."""
+    names = ("64", "16", "4")
+    rows = []
+    for size in found.sizes:
+        gains = [found.gain(NET, name, size, where) for name in names for where in (shift.SHIFTED, shift.CLEAN)]
+        rows.append([str(size), shift.NAMES[found.chosen(NET, size)], *(gain.text(signed=True) for gain in gains)])
+    head = ["request", "chosen"] + [f"k = {name}, {what}" for name in names for what in ("corrupted", "clean")]
+    yield shift.markdown(head, rows)
+    yield (
+        "How much more accurate the BatchNorm net is than with population statistics, with the 95 % interval of the "
+        "difference. *Chosen* is what is most accurate on four other corruptions of images held out of training."
+    )
+
+
+def shift_severities(found: shift.Results) -> Iterator[str]:
+    """How much the best prior depends on how far the data has moved."""
+    yield shift.markdown(*shift.by_severity(found, NET))
+    yield "Accuracy of the BatchNorm net on corrupted images by request size and severity."
+
+
+def shift_norms(found: shift.Results) -> Iterator[str]:
+    """Nets that can fit their statistics beside nets that cannot."""
+    yield shift.markdown(*shift.by_norm(found))
+    parts = []
+    for norm in found.norms:
+        name = "T" if norm in shift.BLN else "net"
+        clean, lost = (found.accuracy(norm, name, 1, where).mean for where in (shift.CLEAN, shift.SHIFTED))
+        parts.append(f"{number(clean - lost)} with {look(norm).name}")
+    yield f"Corruptions cost a net that is left alone {_words(parts)}."
+
+
+def shift_sorted(found: shift.Results) -> Iterator[str]:
+    """What happens to requests that hold few classes."""
+    yield shift.markdown(*shift.when_sorted(found, NET))
+    where = shift.Where("test", "sorted", False)
+    parts = [
+        f"from {number(found.accuracy(NET, name, 16, shift.CLEAN).mean)} to "
+        f"{number(found.accuracy(NET, name, 16, where).mean)} with {shift.NAMES[name]}"
+        for name in found.configurations
+        if name != "T"
+    ]
+    yield f"Sorting clean images, in requests of 16, moves the accuracy {_words(parts)}. `T` cannot notice."
+    images = found.header["questions"]["images"]
+    several = [f"{math.ceil(10 * size / images)} in one of {size}" for size in found.sizes if 10 * size > images]
+    if several:
+        yield f"With {images:,} images of ten classes a sorted request holds about {_words(several)}, else one or two."
+
+
+def shift_settings(found: shift.Results) -> Iterator[str]:
+    """What was run."""
+    recipe, asked = found.header["recipe"], found.header["questions"]
+    nets = _words([look(norm).name for norm in found.norms])
+    severities = " ".join(map(str, asked["severities"]))
+    command = "bln reproduce shift" + ("" if len(asked["severities"]) == 5 else f" --severities {severities}")
+    yield (
+        f"Made by `{command}`: {nets} in the small residual net, {len(found.seeds)} seeds each, {recipe['images']:,} "
+        f"training images, {recipe['epochs']} epochs, batch {recipe['batch_size']}, reshuffled, flips and crops, Adam "
+        f"with a one-cycle learning rate up to {recipe['learning_rate']:g}. Each seed draws its own training images "
+        f"and {asked['images']:,} test images of its own. It took {found.header['hours']:.1f} hours of CPU cores that "
+        f"others used too, at commit `{str(found.header['commit'])[:10]}`. [All answers](results/shift/shift.jsonl), a "
+        "line for each net and condition."
+    )

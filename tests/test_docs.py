@@ -190,6 +190,22 @@ def test_the_page_about_performance_says_which_goals_are_reached(measured, tmp_p
     assert "| 1, 16x16, 6 | last | float32 | 1 | 3 | 4 |  | 5 | 6 | 7 | 8 | 0 % |" in text
 
 
+def test_the_page_about_changed_data_says_what_the_results_say(measured):
+    docs = ROOT / "docs"
+    text = measured.fill((docs / "shift.md").read_text(encoding="utf-8"), docs)
+    assert "measured:" not in text
+    assert "nan" not in text.lower()
+    lines = [json.loads(line) for line in (docs / "results" / "shift" / "shift.jsonl").read_text().splitlines()[1:]]
+    own = [line for line in lines if (line["norm"], line["part"], line["arrangement"]) == ("bn", "test", "shuffled")]
+    seeds = sorted({line["seed"] for line in own})
+    means = [np.mean([x["accuracy"]["T"] for x in own if x["seed"] == seed and x["severity"]]) for seed in seeds]
+    assert re.search(rf"^\| corrupted \| 16 \| \*{{0,2}}{f'{np.mean(means):.3f}'[1:]} ± ", text, flags=re.MULTILINE)
+    clean = np.mean([line["accuracy"]["T"] for line in own if not line["severity"]])
+    assert f"right about {clean:.3f} of clean CIFAR-10" in text
+    for picture in re.findall(r"\((results/shift/\S+)\)", text):
+        assert (docs / picture).exists()
+
+
 def test_pages_can_be_made_before_anything_has_finished(measured, tmp_path, rng):
     shutil.copytree(ROOT / "docs" / "img", tmp_path / "img")
     (tmp_path / "results" / "figures").mkdir(parents=True)

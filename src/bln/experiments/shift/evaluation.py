@@ -49,7 +49,7 @@ def accuracies(
     inputs = standardize(images)
     layers = bln.layers(net)
     if not layers:
-        return {"net": [_share(torch.cat([net(part) for part in inputs.split(_TOGETHER)]), labels)]}  # type: ignore[no-untyped-call]
+        return {"net": [_share(torch.cat([net(part) for part in torch.split(inputs, _TOGETHER)]), labels)]}
     before = {name: layer.config for name, layer in layers.items()}
     found = {}
     try:
@@ -64,6 +64,8 @@ def accuracies(
 
 def answers(net: nn.Module, inputs: Tensor, size: int) -> Tensor:
     """What the net returns for inputs that come in requests of this size, as if each went through it alone."""
+    if not all(map(_is_plain, bln.layers(net).values())):
+        return torch.cat([net(request) for request in torch.split(inputs, size)])
     whole = len(inputs) // size * size
     step = max(1, _TOGETHER // size) * size
     outputs = []
@@ -73,6 +75,12 @@ def answers(net: nn.Module, inputs: Tensor, size: int) -> Tensor:
     if whole < len(inputs):
         outputs.append(net(inputs[whole:]))
     return torch.cat(outputs)
+
+
+def _is_plain(layer: BatchLayerNorm) -> bool:
+    """Whether a layer is of the grouped form with nothing added, so that requests can share a pass."""
+    added = layer.activation is not None or layer.memory is not None
+    return layer.groups is not None and not layer.per_position and not added
 
 
 @contextmanager
@@ -90,8 +98,7 @@ def _by_request(net: nn.Module, size: int) -> Iterator[None]:
 
 def _forward(layer: BatchLayerNorm, size: int, x: Tensor) -> Tensor:
     """The grouped layer's inference, by its coefficient form."""
-    if layer.groups is None or layer.per_position:
-        raise ValueError("requests are told apart in the grouped form alone")
+    assert layer.groups is not None
     moments = _coefficients.measure(x, None, 1)
     mean, var = (value.reshape(-1, size, value.shape[1]).movedim(1, 0) for value in moments[:2])
     batch = formula.batch_statistics(torch, Moments(mean, var, torch.ones_like(mean[..., :1])))  # (requests, C)

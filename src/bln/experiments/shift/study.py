@@ -207,13 +207,15 @@ def images(condition: Condition, questions: Questions, seed: int, out: Path, dat
 def collect(recipes: Sequence[Recipe], questions: Questions, out: Path) -> Path:
     """Write the answers of these nets to one file, with what they come from; returns its path."""
     lines: list[dict[str, Any]] = []
-    seconds, machines = 0.0, set()
+    seconds, machines, wanted = 0.0, set(), set(conditions(questions, True))
     for recipe in recipes:
         folder = RunFolder(out, recipe)
         seconds += sum(folder.seconds())
         environment = (runs.read_json(folder.path / "settings.json") or {}).get("environment", {})
         machines.add(f"{environment.get('processor')}, torch {environment.get('torch')}")
         for line in _answers(out / "answers" / f"{recipe.name}.jsonl", recipe, questions):
+            if _condition(line) not in wanted:
+                continue
             seconds += line.pop("seconds")
             lines.append({"norm": recipe.norm, "seed": recipe.seed, **line})
     common = {name: value for name, value in asdict(recipes[0]).items() if name not in ("norm", "seed")}
@@ -257,7 +259,8 @@ def _answers(path: Path, recipe: Recipe, questions: Questions) -> list[dict[str,
 
 
 def _header(recipe: Recipe, questions: Questions) -> dict[str, Any]:
-    asked = {"configurations": CONFIGURATIONS, **asdict(questions)}
+    """What all answers of a net have in common; severities may be added later."""
+    asked = {"configurations": CONFIGURATIONS, "images": questions.images, "sizes": questions.sizes}
     return {"format": FORMAT, "recipe": asdict(recipe), "questions": asked}
 
 

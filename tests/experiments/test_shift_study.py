@@ -1,0 +1,238 @@
+"""The study of shifted data, on images of noise: answers by request, resuming, the report."""
+
+import json
+
+import pytest
+import torch
+from tiny_runs import fake_cifar
+
+import bln
+from bln.cli import main
+from bln.experiments.report import shift as report
+from bln.experiments.runs import RunError
+from bln.experiments.shift import corruptions, study, training
+from bln.experiments.shift.evaluation import CONFIGURATIONS, accuracies, answers, arrange
+from bln.experiments.shift.study import Questions, conditions
+
+QUESTIONS = Questions(images=10, severities=(3,), sizes=(1, 4))
+RECIPES = [training.Recipe(name, seed, images=40, epochs=2, batch_size=8) for seed in (0, 1) for name in ("bn", "gn")]
+
+
+@pytest.fixture
+def cifar(monkeypatch):
+    """Sixty images of noise, ten of them held out, and fewer corruptions."""
+    torch.manual_seed(0)
+    found = fake_cifar()
+    monkeypatch.setattr(training, "HELD_OUT", 10)
+    monkeypatch.setattr(study, "_cifar10", lambda folder: found)
+    monkeypatch.setattr(corruptions, "TEST", ("fog", "contrast"))
+    monkeypatch.setattr(corruptions, "VALIDATION", ("saturate",))
+    return found
+
+
+@pytest.fixture
+def asked(cifar, tmp_path):
+    """The folder of a finished study."""
+    study.study(RECIPES, QUESTIONS, tmp_path, tmp_path)
+    return tmp_path
+
+
+def a_net(name="bln-grouped"):
+    torch.manual_seed(1)
+    net = training.build(name)
+    net(torch.randn(16, 3, 32, 32))
+    return net.eval()
+
+
+@pytest.mark.parametrize("config", CONFIGURATIONS.values())
+@pytest.mark.parametrize("size", [1, 3, 4, 100])
+def test_answers_equal_those_of_a_loop_over_requests(config, size):
+    net, inputs = a_net(), torch.randn(10, 3, 32, 32)
+    bln.configure(net, config)
+    with torch.no_grad():
+        loop = torch.cat([net(request) for request in inputs.split(size)])
+        torch.testing.assert_close(answers(net, inputs, size), loop, atol=1e-5, rtol=1e-5)  # summed in another order
+
+
+def test_accuracies_equal_those_of_a_loop_and_leave_the_net_as_it_was():
+    net = a_net()
+    images, labels = torch.randint(256, (12, 3, 32, 32), dtype=torch.uint8), torch.arange(12) % 3
+    found = accuracies(net, images, labels, (1, 4), CONFIGURATIONS)
+    assert {str(layer.config) for layer in bln.layers(net).values()} == {"TTFF"}
+    assert {name: len(values) for name, values in found.items()} == {"T": 1, "64": 2, "16": 2, "4": 2, "F": 2}
+    inputs = training.standardize(images)
+    for name, config in CONFIGURATIONS.items():
+        bln.configure(net, config)
+        with torch.no_grad():
+            right = torch.cat([net(request) for request in inputs.split(4)]).argmax(1) == labels
+        assert found[name][-1] == pytest.approx(float(right.double().mean()))
+
+
+def test_a_converted_batch_norm_net_answers_as_before():
+    net, inputs = a_net("bn"), torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        before = net(inputs)
+        torch.testing.assert_close(study.with_bln(net)(inputs), before, atol=1e-5, rtol=1e-5)
+    assert bln.layers(net)
+    assert not bln.layers(study.with_bln(a_net("gn")))
+
+
+def test_sorted_requests_are_sorted_and_shuffled_ones_are_all_there():
+    labels = torch.arange(50) % 5
+    for seed in (0, 1):
+        order = arrange(labels, "sorted", seed)
+        assert (labels[order].diff() >= 0).all()
+        assert order.sort().values.equal(torch.arange(50))
+        shuffled = arrange(labels, "shuffled", seed)
+        assert shuffled.sort().values.equal(torch.arange(50))
+        assert not (labels[shuffled].diff() >= 0).all()
+    assert not arrange(labels, "sorted", 0).equal(arrange(labels, "sorted", 1))
+    with pytest.raises(ValueError, match="shuffled or sorted"):
+        arrange(labels, "upwards", 0)
+
+
+def test_crops_and_flips_show_what_was_in_the_image():
+    torch.manual_seed(0)
+    images = torch.arange(8)[:, None, None, None].expand(8, 3, 32, 32).to(torch.uint8) + 1
+    cut = training._augment(torch.nn.functional.pad(images, [4] * 4))
+    assert cut.shape == images.shape
+    assert ((cut == images) | (cut == 0)).all()  # its own pixels, or the border's
+    row = torch.arange(40, dtype=torch.uint8).expand(64, 3, 40, 40)
+    steps = training._augment(row)[:, 0, 0].int().diff()
+    assert set(steps.unique().tolist()) == {-1, 1} or steps.unique().tolist() == [-255, 1]
+
+
+def test_results_hold_an_answer_for_every_net_and_condition(asked):
+    header, *lines = [json.loads(line) for line in (asked / "shift.jsonl").read_text().splitlines()]
+    assert header["recipe"] == {"images": 40, "epochs": 2, "batch_size": 8, "learning_rate": 0.003}
+    assert header["questions"] == {"images": 10, "severities": [3], "sizes": [1, 4]}
+    assert len(lines) == 2 * len(conditions(QUESTIONS, True)) + 2 * len(conditions(QUESTIONS, False))
+    assert {line["norm"] for line in lines} == {"bn", "gn"}
+    for line in lines:
+        values = line["accuracy"]
+        assert set(values) == ({"net"} if line["norm"] == "gn" else set(CONFIGURATIONS))
+        if line["norm"] == "bn":
+            assert len(values["F"]) == (1 if line["arrangement"] == "sorted" else 2)
+
+
+def test_a_study_that_was_killed_goes_on_and_ends_the_same(cifar, tmp_path, monkeypatch):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    study.study(RECIPES, QUESTIONS, whole, tmp_path)
+    asked, calls = accuracies, [0]
+
+    def killed(*args):
+        calls[0] += 1
+        if calls[0] == 9:
+            raise KeyboardInterrupt
+        return asked(*args)
+
+    monkeypatch.setattr(study, "accuracies", killed)
+    with pytest.raises(KeyboardInterrupt):
+        study.study(RECIPES, QUESTIONS, broken, tmp_path)
+    assert not (broken / "shift.jsonl").exists()
+    study.study(RECIPES, QUESTIONS, broken, tmp_path)
+    conditions_of_all = 2 * len(conditions(QUESTIONS, True)) + 2 * len(conditions(QUESTIONS, False))
+    assert calls[0] == conditions_of_all + 1  # nothing but the one that was cut off is asked twice
+    study.study(RECIPES, QUESTIONS, broken, tmp_path)
+    assert calls[0] == conditions_of_all + 1
+    results = [(folder / "shift.jsonl").read_text().splitlines()[1:] for folder in (whole, broken)]
+    assert results[0] == results[1]
+
+
+def test_training_that_was_killed_ends_with_the_same_weights(cifar, tmp_path, monkeypatch):
+    recipe = RECIPES[0]
+    net = training.train(recipe, tmp_path / "whole", cifar)
+    epoch = training._Training.epoch
+
+    def killed(self, tick):
+        if self.metrics:
+            raise KeyboardInterrupt
+        epoch(self, tick)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training._Training, "epoch", killed)
+        with pytest.raises(KeyboardInterrupt):
+            training.train(recipe, tmp_path / "broken", cifar)
+    again = training.train(recipe, tmp_path / "broken", cifar)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_corrupted_images_are_kept_and_made_anew_where_they_are_harmed(cifar, tmp_path):
+    condition = study.Condition("test", "fog", 3, "shuffled")
+    first = study.images(condition, QUESTIONS, 0, tmp_path, tmp_path)
+    (path,) = (tmp_path / "corrupted").glob("*.npy")
+    path.write_bytes(path.read_bytes()[:1000])
+    again = study.images(condition, QUESTIONS, 0, tmp_path, tmp_path)
+    assert first.inputs.equal(again.inputs)
+    other = study.images(condition, QUESTIONS, 1, tmp_path, tmp_path)  # each seed has images of its own
+    assert other.targets.equal(cifar.test_labels[10:20])
+    with pytest.raises(ValueError, match="fewer --images"):
+        study.images(condition, QUESTIONS, 2, tmp_path, tmp_path)
+
+
+def test_answers_to_other_questions_are_refused(asked, cifar):
+    with pytest.raises(RunError, match="other questions"):
+        study.study(RECIPES, Questions(10, (3,), (1, 2)), asked, asked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seeds": 0}, "seeds must be at least 1"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"norms": ["bnn"]}, "did you mean"),
+    ],
+)
+def test_a_plan_is_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        study.plan(**arguments)
+    with pytest.raises(ValueError, match="severities are 1 to 5"):
+        Questions(severities=(0,))
+
+
+def test_the_report_averages_what_the_results_say(asked, tmp_path):
+    results = report.read(asked / "shift.jsonl")
+    lines = [
+        line
+        for line in results.lines
+        if (line["norm"], line["part"], line["arrangement"]) == ("bn", "test", "shuffled") and line["severity"]
+    ]
+    expected = sum(line["accuracy"]["16"][1] for line in lines) / len(lines)
+    assert results.accuracy("bn", "16", 4).mean == pytest.approx(expected)
+    assert results.accuracy("bn", "T", 4).mean == results.accuracy("bn", "T", 1).mean
+    best = max(CONFIGURATIONS, key=lambda name: results.accuracy("bn", name, 4, report.VALIDATION).mean)
+    assert results.accuracy("bn", results.chosen("bn", 4), 4, report.VALIDATION).mean == pytest.approx(
+        results.accuracy("bn", best, 4, report.VALIDATION).mean
+    )
+    path = report.write(results, tmp_path / "report")
+    assert "NaN" not in path.read_text()
+    assert {plot.stem for plot in path.parent.glob("figures/*.png")} == {"requests", "corruptions", "arrivals"}
+    for head, rows in (report.by_norm(results), report.by_request(results, "bn"), report.when_sorted(results, "bn")):
+        assert all(len(row) == len(head) for row in rows)
+
+
+def test_the_command_runs_and_reports_again(cifar, tmp_path, monkeypatch, capsys):
+    small = training.Recipe("gn", 0, images=40, epochs=1, batch_size=8)
+    monkeypatch.setattr(study, "plan", lambda norms, seeds, epochs: [small])
+    out = str(tmp_path / "out")
+    arguments = ["reproduce", "shift", "--out", out, "--images", "10", "--severities", "3", "--data-dir", str(tmp_path)]
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    assert "GN: clean" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", out])
+    with pytest.raises(SystemExit, match="2"):
+        main(["reproduce", "--seeds", "1", "shift"])
+    assert "options of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bln-shared", "activation"])
+def test_layers_of_other_forms_answer_one_request_after_the_other(name):
+    net = a_net("bln-grouped" if name == "activation" else name)
+    if name == "activation":
+        next(iter(bln.layers(net).values())).activation = "relu"
+    bln.configure(net, "FFFF")
+    inputs = torch.randn(6, 3, 32, 32)
+    with torch.no_grad():
+        assert answers(net, inputs, 4).equal(torch.cat([net(inputs[:4]), net(inputs[4:])]))

@@ -50,6 +50,8 @@ def fill(markdown: str, docs: Path) -> str:
         "shift_norms": lambda docs: shift_norms(_shift(docs)),
         "shift_sorted": lambda docs: shift_sorted(_shift(docs)),
         "shift_settings": lambda docs: shift_settings(_shift(docs)),
+        "shift_chosen": lambda docs: shift_chosen(_shift(docs), _choices(docs)),
+        "shift_signs": lambda docs: shift_signs(_choices(docs)),
     }
     return PLACE.sub(lambda place: "\n\n".join(makers[place[1]](docs)), markdown)
 
@@ -549,6 +551,27 @@ NET = "bn"
 
 def _shift(docs: Path) -> shift.Results:
     return shift.read(docs / "results" / "shift" / "shift.jsonl")
+
+
+def _choices(docs: Path) -> list[Mapping[str, Any]]:
+    return shift.read_choices(docs / "results" / "shift" / "choice.jsonl")
+
+
+def shift_chosen(found: shift.Results, choices: list[Mapping[str, Any]]) -> Iterator[str]:
+    """What `bln.adapt` chooses without labels."""
+    yield shift.markdown(*shift.when_chosen(found, choices, NET))
+    priors = Counter(line["prior"] for line in choices if line.get("arrangement") == "sorted")
+    shuffled = Counter(line["prior"] for line in choices if line.get("arrangement") == "shuffled")
+    yield (
+        f"Accuracy of the BatchNorm net, mean over {len(found.seeds)} seeds ± half its 95 % interval. Where requests "
+        f"come sorted, `T` is chosen in {priors['T']} of {priors.total()} cases; where they come shuffled, in "
+        f"{shuffled['T']} of {shuffled.total()}."
+    )
+
+
+def shift_signs(choices: list[Mapping[str, Any]]) -> Iterator[str]:
+    """How well a request's own statistics tell a shift of labels from a shift of inputs."""
+    yield shift.markdown(*shift.told_apart(choices))
 
 
 def shift_short(found: shift.Results) -> Iterator[str]:

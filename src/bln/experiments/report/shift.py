@@ -149,6 +149,11 @@ def shown(results: Results) -> list[str]:
     return [norm for norm in results.norms if norm in BLN]
 
 
+def read_choices(path: Path) -> list[Mapping[str, Any]]:
+    """Read ``choice.jsonl``: what was chosen without labels, and how well signs tell kinds of requests apart."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
 # ---- tables: their head, and their rows
 
 
@@ -184,6 +189,39 @@ def when_sorted(results: Results, norm: str) -> Table:
                 best = max(cell.mean for cell in cells)
                 rows.append([words, str(size), *(_cell(cell, cell.mean == best) for cell in cells)])
     return ["images, sorted by label", "request", *(NAMES.get(name, name) for name in names)], rows
+
+
+def when_chosen(results: Results, choices: Sequence[Mapping[str, Any]], norm: str) -> Table:
+    """The accuracy with the prior that unlabelled requests choose, beside ``T`` and a prior of 16."""
+    rows = []
+    for corrupted, arrangement in ((True, "shuffled"), (True, "sorted"), (False, "shuffled"), (False, "sorted")):
+        severity = results.severity if corrupted else None
+        where = Where("test", arrangement, corrupted, severity=severity)
+        lines = [
+            line for line in choices
+            if line.get("arrangement") == arrangement and (line["corruption"] != "none") == corrupted
+        ]  # fmt: skip
+        for size in sorted({line["size"] for line in lines}):
+            seeds: dict[int, list[float]] = {}
+            for line in lines:
+                if line["size"] == size:
+                    seeds.setdefault(line["seed"], []).append(line["accuracy"])
+            cells = [results.accuracy(norm, name, size, where) for name in ("T", "16")]
+            cells.append(mean_interval([float(np.mean(values)) for values in seeds.values()]))
+            best = max(cell.mean for cell in cells)
+            words = f"corrupted, severity {severity}" if corrupted else "clean"
+            rows.append([words, arrangement, str(size), *(_cell(cell, cell.mean == best) for cell in cells)])
+    return ["images", "arriving", "request", "`T`", "k = 16", "chosen"], rows
+
+
+def told_apart(choices: Sequence[Mapping[str, Any]]) -> Table:
+    """How often a request sorted by label has the larger sign than a shuffled one, by request size."""
+    rows = []
+    for size in sorted({line["size"] for line in choices if "separation" in line}):
+        found = [line["separation"] for line in choices if line["size"] == size and "separation" in line]
+        cells = [mean_interval([each[name] for each in found]) for name in ("sum", "depth")]
+        rows.append([str(size), *(_cell(cell, False) for cell in cells)])
+    return ["request", "summed over layers", "share of the last layer"], rows
 
 
 def by_norm(results: Results) -> Table:

@@ -32,9 +32,9 @@ from .. import data, runs
 from ..norms import norm
 from ..runs import RunError, RunFolder
 from ..tasks import Part
-from . import corruptions
+from . import choice, corruptions
 from .evaluation import CONFIGURATIONS, SIZES, accuracies, arrange
-from .training import Recipe, held_out, train
+from .training import Recipe, held_out, standardize, train
 
 FORMAT = 1
 """Bump when older answers or images can no longer be used."""
@@ -280,6 +280,34 @@ def _kept(path: Path, like: Tensor) -> Tensor | None:
         return None
     good = found.shape == tuple(like.shape) and found.dtype == np.uint8
     return torch.from_numpy(found) if good else None
+
+
+def choose(recipes: Sequence[Recipe], questions: Questions, out: Path, data_dir: Path, progress: Progress) -> Path:
+    """Have requests choose priors without labels, for the BatchNorm nets; returns the file of results.
+
+    A net whose lines are there is not asked again.
+    """
+    path = out / "choice.jsonl"
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    asked = [recipe for recipe in recipes if recipe.norm == "bn"]
+    for number, recipe in enumerate(asked):
+        if any(line["seed"] == recipe.seed for line in lines):
+            continue
+        net = with_bln(train(recipe, out, _cifar10(data_dir)))
+        given = []
+        for each in conditions(questions, True):
+            if each.part == "test" and each.severity in (0, SORTED_AT):
+                part = images(each, questions, recipe.seed, out, data_dir)
+                order = arrange(part.targets, each.arrangement, recipe.seed)
+                given.append((each.corruption, each.arrangement, standardize(part.inputs[order]), part.targets[order]))
+        found = []
+        wanted = len(given) * len(choice.SIZES)
+        for done, line in enumerate(choice.compare(net, given)):
+            progress(number + min(1.0, done / wanted), f"{recipe.name}, choosing priors")
+            found.append({"seed": recipe.seed, **line})
+        lines += found
+        runs.write(path, _lines(lines))
+    return path
 
 
 @cache

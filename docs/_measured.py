@@ -608,7 +608,13 @@ def shift_advice(found: shift.Results) -> Iterator[str]:
     rows = []
     for size in found.sizes:
         gains = [found.gain(NET, name, size, where) for name in names for where in (shift.SHIFTED, shift.CLEAN)]
-        rows.append([str(size), shift.NAMES[found.chosen(NET, size)], *(gain.text(signed=True) for gain in gains)])
+        rows.append(
+            [
+                str(size),
+                shift.NAMES[found.chosen(NET, size)],
+                *(gain.text(signed=True).replace("0.", ".") for gain in gains),
+            ]
+        )
     head = ["request", "chosen"] + [f"k = {name}, {what}" for name in names for what in ("corrupted", "clean")]
     yield shift.markdown(head, rows)
     yield (

@@ -298,12 +298,19 @@ def table(results: Results) -> Group:
         for name in head:
             found.add_column(name.replace("`", ""))
         for row in rows:
-            found.add_row(*(Text(cell.strip("*"), style="bold" * cell.startswith("**")) for cell in row))
+            means = (cell.strip("*").partition(" ±")[0] for cell in row)  # intervals do not fit beside them
+            styles = ("bold" * cell.startswith("**") for cell in row)
+            found.add_row(*(Text(mean, style=style) for mean, style in zip(means, styles, strict=True)))
         parts.append(found)
     for norm in (norm for norm in OTHERS if norm in results.norms):
         clean, shifted = (results.accuracy(norm, "net", 1, where).plus_minus() for where in (CLEAN, SHIFTED))
         parts.append(Text(f"{look(norm).name}: clean {clean}, corrupted {shifted}, whatever the request"))
-    parts.append(Text("Mean over seeds ± 95 % interval; corrupted: mean of corruptions and severities.", style="dim"))
+    parts.append(
+        Text(
+            "Means over seeds; corrupted: of corruptions and severities, too. The report has the intervals.",
+            style="dim",
+        )
+    )
     return Group(*parts)
 
 

@@ -10,7 +10,7 @@ import bln
 from bln.cli import main
 from bln.experiments.report import shift as report
 from bln.experiments.runs import RunError
-from bln.experiments.shift import corruptions, study, training
+from bln.experiments.shift import choice, corruptions, study, training
 from bln.experiments.shift.evaluation import CONFIGURATIONS, accuracies, answers, arrange
 from bln.experiments.shift.study import Questions, conditions
 
@@ -236,3 +236,46 @@ def test_layers_of_other_forms_answer_one_request_after_the_other(name):
     inputs = torch.randn(6, 3, 32, 32)
     with torch.no_grad():
         assert answers(net, inputs, 4).equal(torch.cat([net(inputs[:4]), net(inputs[4:])]))
+
+
+def test_choosing_leaves_the_net_and_gives_the_accuracy_of_the_chosen_prior():
+    net = a_net()
+    images, labels = torch.randn(24, 3, 32, 32) - 1, torch.arange(24) % 10
+    found = choice.chosen(net, images, labels, 4)
+    assert found["prior"] in ("T", "64", "16", "4")
+    assert {str(layer.config) for layer in bln.layers(net).values()} == {"TTFF"}
+    bln.configure(net, "TTFF" if found["prior"] == "T" else f"{found['prior']} {found['prior']} F F")
+    with torch.no_grad():
+        right = (answers(net, images, 4).argmax(1) == labels).double().mean().item()
+    assert found["accuracy"] == pytest.approx(right, abs=1e-4)
+
+
+def test_signs_grow_with_the_distance_of_a_request_from_the_population():
+    net, inputs = a_net(), torch.randn(16, 3, 32, 32)
+    near, far = choice.signs(net, inputs, 8), choice.signs(net, inputs + 2, 8)
+    assert near.shape == (2, len(choice.SIGNS))
+    assert (far[:, 0] > near[:, 0]).all()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "share"),
+    [([3.0, 4.0], [1.0, 2.0], 1.0), ([1.0], [2.0, 3.0], 0.0), ([1.0, 2.0], [1.0, 2.0], 0.5)],
+)
+def test_separation_is_the_share_of_pairs_in_the_right_order(ours, theirs, share):
+    assert choice.separation(torch.tensor(ours), torch.tensor(theirs)) == share
+
+
+def test_choices_are_made_once_for_each_batch_norm_net_and_tabulated(asked, cifar, monkeypatch):
+    monkeypatch.setattr(choice, "SIZES", (4,))
+    path = study.choose(RECIPES, QUESTIONS, asked, asked, lambda done, text: None)
+    lines = report.read_choices(path)
+    conditions = 2 * (1 + len(corruptions.TEST))  # shuffled and sorted, clean too
+    assert len(lines) == 2 * (conditions + 1)
+    assert {line["seed"] for line in lines} == {0, 1}
+    monkeypatch.setattr(choice, "compare", lambda *_: pytest.fail("asked again"))
+    study.choose(RECIPES, QUESTIONS, asked, asked, lambda done, text: None)
+    head, rows = report.when_chosen(report.read(asked / "shift.jsonl"), lines, "bn")
+    assert all(len(row) == len(head) for row in rows)
+    assert len(rows) == 4
+    head, rows = report.told_apart(lines)
+    assert [row[0] for row in rows] == ["4"]

@@ -99,6 +99,7 @@ def shift(
     runs.claim(out)
     with _resumable(len(recipes), "nets") as progress:
         path = shifts.study(recipes, questions, out, data_dir, workers=workers, progress=progress)
+        shifts.choose(recipes, questions, out, data_dir, progress)
     _report_shift(path, out)
 
 

@@ -20,11 +20,10 @@ except ImportError as error:
 import numpy as np
 
 from . import _arrays
+from ._frameworks import State, as_numpy, as_tensor
+from ._positions import window
 from ._spec import Spec
-from ._transfer import State, as_numpy, as_tensor
-from .config import StatisticsConfig
-from .model import configure_layers
-from .population import window
+from .config import StatisticsConfig, configure_layers
 
 if TYPE_CHECKING:
     Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]

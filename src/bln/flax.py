@@ -13,9 +13,9 @@ try:
     import jax.numpy as jnp
     from flax import nnx
 except ImportError as error:
-    raise ImportError(
-        'bln.flax takes Flax NNX, which is not installed: pip install "batch-layer-norm[flax]"'
-    ) from error
+    from ._install import install
+
+    raise ImportError(f"bln.flax takes Flax NNX, which is not installed: {install('flax')}") from error
 
 import numpy as np
 

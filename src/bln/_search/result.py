@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._frameworks import framework
+from .._install import install
 from ..config import StatisticsConfig
 from . import table
 from .score import Score
@@ -277,9 +278,7 @@ class SearchResult:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError(
-                'to_dataframe() takes pandas, which is not installed: pip install "batch-layer-norm[search]"'
-            ) from error
+            raise ImportError(f"to_dataframe() takes pandas, which is not installed: {install('search')}") from error
         return pandas.DataFrame(self.records())
 
     def to_json(self, path: str | Path | None = None) -> str:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .. import __version__
 from . import demo as demonstration
 from . import download, runs
 from . import report as reports
@@ -25,6 +26,22 @@ app = typer.Typer(
 )  # fmt: skip
 data = typer.Typer(help="The data sets of the paper.", no_args_is_help=True)
 app.add_typer(data, name="data")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"bln {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options before a command."""
+
 
 DataDir = Annotated[Path, typer.Option(help="Where the data sets are.")]
 Workers = Annotated[int, typer.Option(help="Processes side by side.")]

@@ -112,7 +112,7 @@ class TestCalibrate:
         first.train().momentum = second.train().momentum = None
         remembered = [first.population.inverse_m.clone(), second.population.inverse_m.clone()]
         bln.reset_statistics(expected)
-        with torch.no_grad():  # as there: with a graph to keep, sums are taken in another order
+        with torch.no_grad():  # as calibrate runs: with gradients, sums are taken in another order
             for batch in batches:
                 expected(batch)
 

@@ -191,6 +191,39 @@ def test_a_mask_is_for_its_own_thread():
     assert (seen[0] != 0).all()
 
 
+class Around(nn.Module):
+    """A norm before a part that is called with the mask, which it does not get."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.norm, self.part, self.head = nn.LayerNorm(8), part, nn.BatchNorm1d(8)
+
+    def forward(self, x, padded):
+        x = self.norm(x)
+        if isinstance(self.part, nn.MultiheadAttention):
+            return self.head(self.part(x, x, x, padded)[0][:, 0])
+        return self.head(self.part(x, src_key_padding_mask=padded)[:, 0])
+
+
+@pytest.mark.parametrize("make", [encoder, lambda: nn.MultiheadAttention(8, 2, batch_first=True)])
+def test_training_says_once_that_norms_outside_of_the_masked_part_see_padding(make):
+    x, net = torch.randn(4, 6, 8), bln.convert(Around(make()))
+    bln.convert(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x, None)
+        net.eval()(x, PADDED)
+        with bln.padding(~PADDED):
+            net.train()(x, PADDED)
+        torch.compile(net, fullgraph=True, backend="eager")(x, PADDED)
+    net = pickle.loads(pickle.dumps(net))
+    with pytest.warns(UserWarning, match=r"called with a padding mask, which .* do not get: norm\. .* bln\.padding"):
+        net(x, PADDED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x, PADDED)
+
+
 def test_samples_in_the_second_dimension_get_no_mask():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -154,35 +155,87 @@ def install(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> None:
     """Add hooks to each part of ``model`` that is called with a padding mask, which give it to the layers inside."""
     modules = [m for m in model.modules() if any(map(is_layer, m.modules())) and not is_layer(m)]
     pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
+    hooked: dict[nn.Module, str] = {}
     if any("attention_mask" in _arguments(m) for m in pretrained):
-        for module in pretrained:  # also those without the argument: a mask around them is not theirs
-            _hook(module, "attention_mask")
+        hooked |= dict.fromkeys(pretrained, "attention_mask")  # one without the argument: a mask around is not its own
     for module in modules:
         names = [name for name in _PADDED if name in _arguments(module)]
         first = all(getattr(part, "batch_first", True) for part in module.modules())
         if len(names) == 1 and first:  # with both, as nn.Transformer, its parts are called with one each
-            _hook(module, names[0])
+            hooked[module] = names[0]
+    inside = {part for module in hooked for part in module.modules()}
+    # A BatchNorm took padding for data before, too; a norm over the features of each position did not.
+    last = [
+        n for n, m in model.named_modules() if is_layer(m) and m not in inside and getattr(m, "channel_dim", 1) == -1
+    ]
+    notice = _Notice(last) if last else None
+    for module, name in hooked.items():
+        _hook(module, name, notice)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and module.batch_first and notice and module not in inside:
+            _watch(module, notice)
 
 
 def _arguments(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def _hook(module: nn.Module, name: str) -> None:
+class _Notice:
+    """What is said, once, when a part of a model is called with a mask that BLN layers outside of it do not get."""
+
+    def __init__(self, layers: list[str]) -> None:
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        self.layers = f"{', '.join(layers[:3])}{more}"
+        self.said = False
+
+    def say(self, module: nn.Module) -> None:
+        if not (self.said or _here.given or torch.compiler.is_compiling()) and module.training:
+            self.said = True
+            warnings.warn(
+                f"{type(module).__name__} was called with a padding mask, which BLN layers outside of it do not get: "
+                f"{self.layers}. Where their inputs are padded, padding enters their batch statistics. Call the model "
+                "inside of `with bln.padding(mask):`, mask being true at real entries",
+                stacklevel=3,
+            )
+
+
+def _watch(attention: nn.Module, notice: _Notice) -> None:
+    if not any(getattr(hook, "func", None) is _notice for hook in attention._forward_pre_hooks.values()):
+        attention.register_forward_pre_hook(partial(_notice, notice=notice), with_kwargs=True)
+
+
+def _notice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, notice: _Notice) -> None:
+    given = dict(zip(_arguments(module), args, strict=False)) | kwargs
+    # Of another sequence, it says nothing of what the layers see.
+    if given.get("key_padding_mask") is not None and given.get("query") is given.get("key"):
+        notice.say(module)
+
+
+def _hook(module: nn.Module, name: str, notice: _Notice | None) -> None:
     if any(hook is _leave for hook in module._forward_hooks.values()):
         return
     arguments = _arguments(module)
     at = arguments.index(name) if name in arguments else None
-    module.register_forward_pre_hook(partial(_enter, name=name, at=at), with_kwargs=True)
+    module.register_forward_pre_hook(partial(_enter, name=name, at=at, notice=notice), with_kwargs=True)
     module.register_forward_hook(_leave, always_call=True)
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, at: int | None) -> None:
+def _enter(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    at: int | None,
+    notice: _Notice | None,
+) -> None:
     """Give the layers of ``module`` its mask; without one, what the user gave, but not what is for a module around."""
     mask = args[at] if at is not None and at < len(args) else kwargs.get(name)
     outer = _here.given[-1] if _here.given else None
     asked = False
     if isinstance(mask, Tensor) and mask.dim() <= 2:
+        if notice is not None:
+            notice.say(module)
         padded = name in _PADDED
         mask = mask != (-torch.inf if padded and mask.is_floating_point() else int(padded))
     elif outer is not None and outer.asked:

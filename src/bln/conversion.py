@@ -53,6 +53,7 @@ def convert(
     Parts that are called with ``src_key_padding_mask``, ``tgt_key_padding_mask`` or, in Hugging Face's models,
     ``attention_mask`` get hooks that give it to the BLN layers inside, see ``bln.padding``: in training padding enters
     no statistic. In ``eval()`` they do so only where a configuration takes batch statistics from the mini-batch.
+    Training warns once where such a mask does not reach what was a LayerNorm, as one outside of those parts.
 
     With ``process_group`` all BLN layers are synchronized over its ranks: those made here, and those that were there,
     which keep statistics, parameters and configuration.

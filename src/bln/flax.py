@@ -124,7 +124,7 @@ class BatchLayerNorm(nnx.Module):
     ) -> None:
         if not isinstance(num_features, SupportsIndex) or index(num_features) < 1:
             raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
-        if not isinstance(channel_dim, int) or channel_dim == 0:
+        if not isinstance(channel_dim, SupportsIndex) or index(channel_dim) == 0:
             raise ValueError(
                 f"channel_dim must be -1 (features last) or another but 0, that of samples; got {channel_dim!r}"
             )
@@ -133,7 +133,7 @@ class BatchLayerNorm(nnx.Module):
         self.num_features = index(num_features)
         spec.check_features(self.num_features)
         self.groups, self.per_position, self.eps, self.mix_eps, self.dim_scale = spec
-        self.channel_dim = channel_dim
+        self.channel_dim = index(channel_dim)
         self.without_positions = not self.per_position
         self.use_running_average = use_running_average
         self.momentum = momentum

@@ -129,7 +129,7 @@ class BatchLayerNorm(nn.Module):
         super().__init__()
         if not isinstance(num_features, SupportsIndex) or index(num_features) < 1:
             raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
-        if not isinstance(channel_dim, int) or channel_dim == 0:
+        if not isinstance(channel_dim, SupportsIndex) or index(channel_dim) == 0:
             raise ValueError(
                 f"channel_dim must be 1, or -1 for features last, got {channel_dim!r}; 0 is that of samples"
             )
@@ -142,7 +142,7 @@ class BatchLayerNorm(nn.Module):
 
         self.num_features = num_features = index(num_features)
         spec.check_features(num_features)
-        self.channel_dim = channel_dim
+        self.channel_dim = index(channel_dim)
         self.spec = spec
         self.momentum = momentum
         self.config = config

@@ -39,7 +39,9 @@ def train(
         mean = rows.mean(-1, keepdim=True)
         centred = rows - mean
         var = centred.square().mean(-1, keepdim=True)
-        y_F = centred / (var + eps).sqrt() * scale  # not times rsqrt, whose derivative underflows at 1e15
+        v = var + eps
+        r = v.sqrt().reciprocal()  # the derivative of rsqrt would underflow at 1e15
+        y_F = centred * (r + (v.rsqrt() - r).detach()) * scale  # to the bit what rsqrt gives
         feature_mean, feature_var = mean.detach(), var.detach()
     else:
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), scale, None, eps)

@@ -463,9 +463,9 @@ def test_an_empty_batch_comes_out_empty_at_inference(rng, options):
 
 
 def test_the_number_of_features_may_be_an_integer_of_numpy(rng):
-    layer = make(np.int64(3), groups=np.int64(3))
+    layer = make(np.int64(3), groups=np.int64(3), channel_dim=np.int64(1))
     assert layer(normal(rng, 2, 3)).shape == (2, 3)
-    assert (type(layer.num_features), type(layer.groups)) == (int, int)
+    assert {type(value) for value in (layer.num_features, layer.groups, layer.channel_dim)} == {int}
 
 
 def test_a_mask_may_be_a_list(rng):

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -252,17 +253,30 @@ class ModelOutput(OrderedDict):
 
 
 class Wrapped(nn.Sequential):
+    def forward(self, input):
+        return ModelOutput(logits=super().forward(input))
+
+
+class Attributes(nn.Sequential):
     def forward(self, x):
-        return ModelOutput(logits=super().forward(x))
+        return SimpleNamespace(logits=super().forward(x))
 
 
 def test_an_output_that_the_loss_cannot_take():
     model = trained(Wrapped(*dense()), TRAIN)
-    step = r"step=lambda model, batch: \(model\(\*\*batch\[0\]\)\['logits'\], batch\[1\]\)"
+    step = r"step=lambda model, batch: \(model\(batch\[0\]\)\['logits'\], batch\[1\]\)"
     with pytest.raises(TypeError, match=rf"loss was given the model's output, a ModelOutput with 'logits', .* {step}"):
         bln.search(model, BATCHES, loss=F.cross_entropy)
     with pytest.raises(TypeError, match=rf"loss was given the model's output, a ModelOutput with 'logits', .* {step}"):
         bln.search(model, BATCHES, loss=F.mse_loss)
+    for inputs, call in (
+        (lambda x: {"input": x}, r"model\(\*\*batch\[0\]\)"), (lambda x: (x,), r"model\(\*batch\[0\]\)")
+    ):  # fmt: skip
+        batches = [(inputs(x), t) for x, t in BATCHES]
+        with pytest.raises(TypeError, match=rf"step=lambda model, batch: \({call}\['logits'\], batch\[1\]\)"):
+            bln.search(model, batches, loss=F.cross_entropy)
+    with pytest.raises(TypeError, match=r"a SimpleNamespace, .* \(model\(batch\[0\]\)\.logits, batch\[1\]\)"):
+        bln.search(trained(Attributes(*dense()), TRAIN), BATCHES, loss=F.cross_entropy)
     pair = lambda model, batch: ((model(batch[0]), 1), batch[1])  # noqa: E731
     with pytest.raises(TypeError, match=r"loss was given the model's output, a tuple, .* \(model\(batch\[0\]\)\[0\]"):
         bln.search(model, BATCHES, loss=F.cross_entropy, step=pair)

@@ -197,7 +197,7 @@ class Evaluator:
         """Left on the device: waiting for it is for the end."""
         rows, samples = [], 0
         for outputs, targets in results:
-            rows.append(self.measure(outputs, targets))
+            rows.append(self.measure(outputs, targets, batch))
             samples = samples or length(targets, outputs, batch)
         flat = [value for row in rows for value in row]
         if len({(value.device, value.dtype) for value in flat}) > 1:

@@ -75,22 +75,27 @@ class Measure:
             f"{', '.join(map(repr, _NAMED))}"
         )
 
-    def __call__(self, outputs: Any, targets: Any) -> list[Tensor]:
+    def __call__(self, outputs: Any, targets: Any, batch: Any = None) -> list[Tensor]:
         names = ("loss", *self.metrics)
-        values = [_call(f, name, outputs, targets) for f, name in zip(self._functions, names, strict=True)]
+        values = [_call(f, name, outputs, targets, batch) for f, name in zip(self._functions, names, strict=True)]
         return [_scalar(value, name) for value, name in zip(values, names, strict=True)]
 
 
-def _call(function: Function, name: str, outputs: Any, targets: Any) -> Any:
+def _call(function: Function, name: str, outputs: Any, targets: Any, batch: Any) -> Any:
     try:
         return function(outputs, targets)
     except (TypeError, AttributeError) as error:
         if isinstance(outputs, Tensor):
             raise
-        parts, call = "", "model(batch[0])[0]"
+        inputs = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        stars = "**" if isinstance(inputs, Mapping) else "*" if isinstance(inputs, tuple | list) else ""
+        parts, part = "", "[0]"
         if isinstance(outputs, Mapping):
             parts = f" with {', '.join(map(repr, outputs))}"
-            call = f"model(**batch[0])[{'logits' if 'logits' in outputs else next(iter(outputs), '...')!r}]"
+            part = f"[{'logits' if 'logits' in outputs else next(iter(outputs), '...')!r}]"
+        elif isinstance(getattr(outputs, "logits", None), Tensor):
+            part = ".logits"
+        call = f"model({stars}batch[0]){part}"
         raise TypeError(
             f"{name} was given the model's output, a {type(outputs).__name__}{parts}, and failed: {error}. If it takes "
             f"a tensor, pass step=, which returns (outputs, targets): step=lambda model, batch: ({call}, batch[1])"

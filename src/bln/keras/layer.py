@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import keras
 import numpy as np
@@ -107,12 +108,12 @@ class BatchLayerNormalization(keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if not isinstance(axis, int) or axis == 0:
+        if not isinstance(axis, SupportsIndex) or index(axis) == 0:
             raise ValueError(f"axis must be -1 (features last) or another but 0, that of samples; got {axis!r}")
         spec = Spec.of(groups, per_position, epsilon, mix_epsilon, dim_scale)
         self.position_shape = _arrays.check_options(spec, momentum, position_shape)
         self.groups, self.per_position, self.epsilon, self.mix_epsilon, self.dim_scale = spec
-        self.axis = axis
+        self.axis = index(axis)
         self.momentum = momentum
         self.center = center
         self.scale = scale

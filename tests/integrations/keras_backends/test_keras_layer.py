@@ -519,6 +519,11 @@ def test_an_axis_out_of_bounds_is_refused(method, axis):
         getattr(BatchLayerNormalization(axis), method)((None, 4, 3))
 
 
+def test_integers_of_numpy_are_written_to_a_file_as_integers():
+    config = BatchLayerNormalization(np.int64(1), groups=np.int64(2)).get_config()
+    assert {type(config[name]) for name in ("axis", "groups")} == {int}
+
+
 def test_groups_that_do_not_divide_the_features_are_refused():
     with pytest.raises(ValueError, match="groups=4 does not divide 6 features; try groups=2 or groups=3 or groups=6"):
         BatchLayerNormalization(groups=4).build((None, 6))

@@ -143,6 +143,18 @@ class TestCommandLine:
         assert ended.value.code == 130
         assert "the same command goes on from here" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(("options", "seeds"), [([], 3), (["--seeds", "1"], 1), (["--seeds", "5"], 5)])
+    def test_the_demonstration_has_as_many_seeds_as_asked_for(self, monkeypatch, tmp_path, options, seeds):
+        seen = []
+        monkeypatch.setattr("bln.experiments.commands._run", lambda *arguments: seen.append(arguments))
+        with pytest.raises(SystemExit):
+            main(["demo", "--out", str(tmp_path), "--device", "auto", *options])
+        ((settings, _, _, device, _),) = seen
+        assert device == "auto"
+        runs_of = {replace(each, seed=0) for each in settings}
+        assert len(settings) == len(set(settings)) == len(runs_of) * seeds
+        assert {each.seed for each in settings} == set(range(seeds))
+
     @pytest.mark.parametrize("arguments", [["--version"], ["--version", "demo"]])
     def test_the_version(self, arguments, capsys):
         with suppress(SystemExit):

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from .. import __version__
+from .._convert_check import check, load
 from . import demo as demonstration
 from . import download, runs
 from . import report as reports
 from . import reproduce as sweep
+from .remaining import TimeLeft
 from .runs import Settings
 
 app = typer.Typer(
@@ -50,10 +56,17 @@ Workers = Annotated[int, typer.Option(help="Processes side by side.")]
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("bln-demo"),
-    workers: Annotated[int | None, typer.Option(help="Runs side by side; one for each core if not said.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Runs side by side; on a CPU one for each core.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many; the demonstration's own if not said.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Train BLN, BN and LN on handwritten digits at batch 1 and 25, search the 16 configurations, report."""
-    _run(demonstration.settings(), out, Path(), "cpu", os.cpu_count() or 1 if workers is None else workers)
+    settings = demonstration.settings()
+    if seeds is not None:
+        settings = list(dict.fromkeys(replace(each, seed=seed) for each in settings for seed in range(seeds)))
+    if workers is None:
+        workers = os.cpu_count() or 1 if sweep.device(device).type == "cpu" else 1
+    _run(settings, out, Path(), device, workers)
 
 
 @app.command()
@@ -98,6 +111,24 @@ def report(
     Console().print(f"written: {reports.write(found, out or path.parent)}", soft_wrap=True)
 
 
+@app.command()
+def convert_check(
+    place: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="As in torchvision.models:resnet18.")],
+    shape: Annotated[
+        str | None, typer.Option("--input", help="The shape of random inputs to time a step on, as in 2,3,224,224.")
+    ] = None,
+    groups: Annotated[int, typer.Option(min=1, help="As in bln.convert.")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Print what bln.convert would do to a model, and what a training step costs before and after."""
+    sizes = None
+    if shape is not None:
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)+", shape):
+            raise ValueError(f"--input must be sizes with commas between, samples first, as 2,3,224,224; got {shape!r}")
+        sizes = tuple(map(int, shape.split(",")))
+    print(check(load(place), sizes, groups=groups, device=sweep.device(device)))
+
+
 @data.command()
 def get(
     name: Annotated[str, typer.Argument(help="cifar10 or imdb.")],
@@ -121,7 +152,7 @@ def _run(
     runs.claim(out)
     console = Console()
     try:
-        with _bar(len(settings)) as progress:
+        with _bar(settings) as progress:
             ended = sweep.reproduce(
                 settings,
                 out,
@@ -147,14 +178,30 @@ def _run(
         )
 
 
+class _Left(ProgressColumn):
+    """The time left, as a column of a bar."""
+
+    def __init__(self, left: TimeLeft) -> None:
+        super().__init__()
+        self._left = left
+
+    def render(self, task: Task) -> Text:
+        seconds = self._left.seconds()
+        if seconds is None:
+            return Text("time left not known yet")
+        return Text(f"{timedelta(seconds=round(seconds))} left")
+
+
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[float, str], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.1f}/{task.total} runs"))
-    console = Console(stderr=True)
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
-        bar = progress.add_task("", total=total)
+def _bar(settings: Sequence[Settings]) -> Iterator[Callable[[float, str], None]]:
+    left = TimeLeft(settings)
+    counted = TextColumn("{task.completed:.1f}/{task.total} runs")
+    columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeElapsedColumn(), _Left(left))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(settings))
 
         def tell(done: float, text: str) -> None:
+            left.update(done)
             progress.update(bar, completed=done, description=text)
 
         yield tell

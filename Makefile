@@ -1,10 +1,12 @@
 # Every target builds .venv itself: Python 3.11 or later and make are all a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
+DEMO := .venv/.demo
 READY := .venv/.ready
 INTEGRATIONS := .venv-integrations
+DIST := .venv-dist
 
-.PHONY: test test-browser test-gpu test-integrations test-triton check demo docs bench format clean
+.PHONY: test test-browser test-gpu test-integrations test-triton check demo dist docs bench format clean
 
 test: $(READY)  ## all tests, under 10 minutes on two cores
 	$(BIN)/python -m pytest
@@ -35,7 +37,7 @@ test-browser: $(READY)  ## the report and the site in a headless Chromium; BLN_B
 test-gpu: $(READY)  ## training as CUDA graphs, several seeds together; needs a GPU
 	$(BIN)/python -m pytest -n 0 --confcutdir tests/gpu tests/gpu
 
-demo: $(READY)  ## BLN beside BN and LN on handwritten digits
+demo: $(DEMO)  ## BLN beside BN and LN on handwritten digits
 	$(BIN)/bln demo
 
 check: $(READY)  ## formatting, lint, types
@@ -50,12 +52,31 @@ format: $(READY)
 docs: $(READY)  ## the site, in site/
 	$(BIN)/mkdocs build --strict
 
+# The wheel is made from the sdist, as an installer would. The program that tries it out takes torch alone.
+dist: $(DIST)/.ready  ## wheel and sdist in dist/, checked, installed in an environment of its own and tried out
+	rm -rf dist $(DIST)/fresh
+	$(DIST)/bin/python -m build --outdir dist
+	$(DIST)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv $(DIST)/fresh
+	$(DIST)/fresh/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd $(DIST) && fresh/bin/bln --version && fresh/bin/python ../tests/integrations/typed_example.py
+
 bench: $(READY)  ## training on a CPU: a table of the performance page
 	$(BIN)/python benchmarks/cpu.py
 
-$(READY): pyproject.toml constraints.txt
+# In two steps: the demonstration needs nothing that only development does.
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[experiments]"
+	touch $@
+
+$(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,experiments,search]"
+	touch $@
+
+$(DIST)/.ready: constraints.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet --constraint constraints.txt build twine
 	touch $@
 
 $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
@@ -65,4 +86,4 @@ $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-triton $(INTEGRATIONS) site build dist
+	rm -rf .venv .venv-triton $(INTEGRATIONS) $(DIST) site build dist

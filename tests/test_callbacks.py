@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import bln
+from bln._install import install
 from bln.callbacks import reset_each_epoch
 
 
@@ -73,4 +74,4 @@ def test_a_missing_framework_is_named_with_its_extra(name, extra):
         """
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert f'pip install "batch-layer-norm[{extra}]"' in printed
+    assert install(extra) in printed

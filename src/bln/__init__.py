@@ -7,22 +7,24 @@ torch.Size([25, 16, 8, 8])
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import callbacks, functional
-from ._adapt import Adaptation, adapt
-from ._padding import padding
-from ._search import SearchResult, search
-from ._transfer import transfer
-from .affine import Affine
-from .config import StatisticsConfig
-from .conversion import convert
-from .formula import Statistics
-from .freezing import FreezeReport, freeze
-from .insertion import insert
-from .layer import BatchLayerNorm
-from .model import average_statistics, calibrate, configure, layers, reset_statistics
-from .pretrained import load_pretrained
+if TYPE_CHECKING:  # for type checkers; what _HOME says, a test compares them
+    from . import callbacks, functional
+    from ._adapt import Adaptation, adapt
+    from ._padding import padding
+    from ._search.result import SearchResult
+    from ._search.search import search
+    from ._transfer import transfer
+    from .affine import Affine
+    from .config import StatisticsConfig
+    from .conversion import convert
+    from .formula import Statistics
+    from .freezing import FreezeReport, freeze
+    from .insertion import insert
+    from .layer import BatchLayerNorm
+    from .model import average_statistics, calibrate, configure, layers, reset_statistics
+    from .pretrained import load_pretrained
 
 __version__ = "0.1.0"
 
@@ -51,8 +53,39 @@ __all__ = [
     "transfer",
 ]
 
+_HOME = {
+    "_adapt": ["Adaptation", "adapt"],
+    "_padding": ["padding"],
+    "_search.result": ["SearchResult"],
+    "_search.search": ["search"],
+    "_transfer": ["transfer"],
+    "affine": ["Affine"],
+    "config": ["StatisticsConfig"],
+    "conversion": ["convert"],
+    "formula": ["Statistics"],
+    "freezing": ["FreezeReport", "freeze"],
+    "insertion": ["insert"],
+    "layer": ["BatchLayerNorm"],
+    "model": ["average_statistics", "calibrate", "configure", "layers", "reset_statistics"],
+    "pretrained": ["load_pretrained"],
+}
+"""Where each name is defined. Modules are imported when something of them is asked for: most take torch, which users of
+``bln.keras`` and ``bln.flax`` need not have."""
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("keras", "flax"):  # extras: imported when asked for
-        return import_module(f"{__name__}.{name}")
+    if name in _MODULE_OF:
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return value
+    try:  # modules of this package, bln.keras and bln.flax among them
+        if not name.startswith("_"):
+            return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import formula
+from ._positions import sizes
 from ._spec import Spec
 from .config import StatisticsConfig
 from .formula import Moments, Priors, Statistics, Total, at_positions
-from .population import sizes
 
 COUNTERS = ("updates", "samples")
 """They hold integers, with a row for each statistic."""

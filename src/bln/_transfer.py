@@ -3,61 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import model as models
+from ._frameworks import State, framework
 from ._spec import Spec
-from .config import StatisticsConfig
 from .population import spread
 
 if TYPE_CHECKING:
     from .layer import BatchLayerNorm
-
-
-class State(NamedTuple):
-    """A layer of any framework, as torch tensors on the CPU, features last."""
-
-    tensors: dict[str, Tensor | None]
-    """``scale`` (gamma), ``shift`` (beta), the five statistics, ``updates`` and ``samples``, in the types they have."""
-    positions: tuple[int, ...] | None
-    """``None`` while they are unknown."""
-    config: StatisticsConfig
-    spec: Spec
-    """What else the layer's function depends on."""
-    momentum: float | None
-    """The weight of the new value."""
-
-
-class Framework(NamedTuple):
-    """What is done with a model, in the framework it is made of."""
-
-    layers: Callable[[Any], dict[str, Any]]
-    configure: Callable[[Any, Any], None]
-    read: Callable[[Any], State]
-    write: Callable[[Any, State], None]
-    ordered: bool
-    """Whether layers come in the order in which they were defined; if not, in that of their names."""
-
-
-def framework(model: Any) -> Framework:
-    """That of a model or layer."""
-    # Keras first: on the torch backend its layers are torch modules too.
-    for name, library, base in (("keras", "keras", "Layer"), ("flax", "flax.nnx", "Module")):
-        if library in sys.modules and isinstance(model, getattr(sys.modules[library], base)):
-            tools = import_module(f"bln.{name}")
-            return Framework(tools.layers, tools.configure, tools.read, tools.write, ordered=name != "flax")
-    if isinstance(model, nn.Module):
-        return Framework(models.layers, models.configure, _read, _write, ordered=True)
-    raise TypeError(
-        f"expected a torch module, a Keras layer or model, or a Flax NNX module; got {type(model).__name__}"
-    )
 
 
 def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -197,7 +155,8 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
 # ---- torch
 
 
-def _read(layer: BatchLayerNorm) -> State:
+def read(layer: BatchLayerNorm) -> State:
+    """Everything of a layer."""
     tensors = {"scale": layer.weight, "shift": layer.bias, **dict(layer.population.named_buffers())}
     return State(
         tensors={name: None if t is None else t.detach().cpu().clone() for name, t in tensors.items()},
@@ -209,7 +168,8 @@ def _read(layer: BatchLayerNorm) -> State:
 
 
 @torch.no_grad()
-def _write(layer: BatchLayerNorm, state: State) -> None:
+def write(layer: BatchLayerNorm, state: State) -> None:
+    """Give a layer the state of another, which fits."""
     values = {name: value for name, value in state.tensors.items() if value is not None}
     for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):
         if parameter is not None:
@@ -217,18 +177,3 @@ def _write(layer: BatchLayerNorm, state: State) -> None:
     device = layer.population.batch_mean.device
     layer.population.restore((state.positions == (), {name: value.to(device) for name, value in values.items()}))
     layer.config = state.config
-
-
-# ---- arrays of other libraries
-
-
-def as_tensor(array: Any, dtype: str) -> Tensor:
-    """A NumPy array as a tensor of the type named; NumPy itself has no bfloat16."""
-    plain = array.astype("float32") if dtype in ("bfloat16", "float16") else array
-    return torch.tensor(plain).to(getattr(torch, dtype))
-
-
-def as_numpy(tensor: Tensor | None) -> Any:
-    """A tensor as a NumPy array, in float32 where NumPy lacks the type."""
-    assert tensor is not None
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from ._install import install
 from .model import required_layers
 
 T = TypeVar("T")
@@ -95,5 +96,4 @@ def _import(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        hint = f'pip install "batch-layer-norm[{extra}]"'
-        raise ImportError(f"this callback takes {extra}, which is not installed: {hint}") from error
+        raise ImportError(f"this callback takes {extra}, which is not installed: {install(extra)}") from error

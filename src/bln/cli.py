@@ -5,19 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from . import __version__
+from ._install import install
+
 _SEVERAL = ("--batch-size", "--fraction", "--norms", "--severities")
 """Options that take several values: ``--batch-size 1 25``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; what goes wrong is one line on standard error and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:  # needs none of what the commands take
+        print(f"bln {__version__}")
+        return
     try:
         from .experiments.commands import app
     except ImportError as error:
-        _fail(f'the command line needs {error.name}: pip install "batch-layer-norm[experiments]"')
+        _fail(f"the command line needs {error.name}: {install('experiments')}")
     from .experiments.runs import RunError
 
-    given = _spread(sys.argv[1:] if arguments is None else arguments)
+    given = _spread(arguments)
     if given[:2] == ["reproduce", "shift"]:  # a command by itself, with options of its own
         given[:2] = ["reproduce shift"]
     try:

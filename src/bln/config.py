@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import product
 from numbers import Real
@@ -116,6 +117,28 @@ class StatisticsConfig:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
+
+
+def configure_layers(
+    found: Mapping[str, Any], config: StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
+) -> None:
+    """Give each of these layers, of whatever framework, its configuration; a mistake changes none."""
+    chosen = config if isinstance(config, Mapping) else dict.fromkeys(found, config)
+    for name in chosen:
+        if name not in found:
+            near = difflib.get_close_matches(str(name), found, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". It has {', '.join(map(repr, found))}"
+            raise ValueError(f"the model has no BatchLayerNorm named {name!r}{hint}")
+    parsed = {name: StatisticsConfig.parse(value) for name, value in chosen.items()}
+    for name, value in parsed.items():
+        found[name].config = value
+
+
+def choices(candidates: Iterable[StatisticsConfig | str]) -> list[StatisticsConfig]:
+    """The 16 configurations and others, each once."""
+    if isinstance(candidates, str | StatisticsConfig):
+        raise TypeError(f"candidates must be several configurations, as [{str(candidates)!r}]; got one")
+    return list(dict.fromkeys([*StatisticsConfig.all(), *map(StatisticsConfig.parse, candidates)]))
 
 
 def _letter(prior: float) -> bool | float:

@@ -13,18 +13,17 @@ try:
     import jax.numpy as jnp
     from flax import nnx
 except ImportError as error:
-    raise ImportError(
-        'bln.flax takes Flax NNX, which is not installed: pip install "batch-layer-norm[flax]"'
-    ) from error
+    from ._install import install
+
+    raise ImportError(f"bln.flax takes Flax NNX, which is not installed: {install('flax')}") from error
 
 import numpy as np
 
 from . import _arrays
+from ._frameworks import State, as_numpy, as_tensor
+from ._positions import window
 from ._spec import Spec
-from ._transfer import State, as_numpy, as_tensor
-from .config import StatisticsConfig
-from .model import configure_layers
-from .population import window
+from .config import StatisticsConfig, configure_layers
 
 if TYPE_CHECKING:
     Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]

@@ -15,10 +15,11 @@ from . import _padding, functional, synchronized
 from ._activation import Activation, check_activation, check_residual, finish
 from ._autograd import recomputing
 from ._memory import Memory
+from ._positions import sizes
 from ._scripting import refuse_scripting
 from ._spec import Spec
 from .config import StatisticsConfig
-from .population import Population, sizes
+from .population import Population
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

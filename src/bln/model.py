@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 import sys
 import warnings
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from .config import StatisticsConfig
+from .config import StatisticsConfig, configure_layers
 from .layer import BatchLayerNorm
 from .progress import track
 from .ranks import Ranks, merge
@@ -47,21 +46,6 @@ def configure(model: nn.Module, config: StatisticsConfig | str | Mapping[str, St
             such; layers that it does not name stay as they are.
     """
     configure_layers(required_layers(model), config)
-
-
-def configure_layers(
-    found: Mapping[str, Any], config: StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
-) -> None:
-    """Give each of these layers, of whatever framework, its configuration; a mistake changes none."""
-    chosen = config if isinstance(config, Mapping) else dict.fromkeys(found, config)
-    for name in chosen:
-        if name not in found:
-            near = difflib.get_close_matches(str(name), found, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f". It has {', '.join(map(repr, found))}"
-            raise ValueError(f"the model has no BatchLayerNorm named {name!r}{hint}")
-    parsed = {name: StatisticsConfig.parse(value) for name, value in chosen.items()}
-    for name, value in parsed.items():
-        found[name].config = value
 
 
 def reset_statistics(model: nn.Module) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import formula
+from . import _positions, formula
 from .formula import Statistics
 from .functional import at_least_one, can_look
 from .functional import present as samples_in
@@ -388,45 +387,9 @@ class Population(nn.Module):
                 setattr(self, name, (value.float() if _narrow(value) else value).contiguous())
 
 
-def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
-    """The positions that a layer is to keep statistics for, given as one size or several; ``None`` if it is to learn
-    them.
-    """
-    if position_shape is None:
-        return None
-    if not per_position:
-        raise ValueError("position_shape goes with per_position=True; pooled statistics have no positions")
-    given = (position_shape,) if isinstance(position_shape, SupportsIndex) else position_shape
-    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    if not all(isinstance(size, SupportsIndex) and index(size) >= 1 for size in found):
-        raise ValueError(f"position_shape must hold positive sizes, as 80 or (28, 28) do, got {position_shape!r}")
-    return tuple(map(index, found))
-
-
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:
-    """Return the slices of the known positions that an input uses: all, or the first ones for a shorter sequence.
-
-    Compiled, the longest is asked for nothing but what shorter ones are, so that one graph is for all lengths.
-    """
-    if known is None:
-        return ()
-    sequence = len(positions) == len(known) == 1
-    if not (sequence and torch.compiler.is_compiling()) and positions == known:
-        return ()
-    if sequence and positions[0] <= known[0]:
-        return (slice(positions[0]),)
-    alike = len(positions) == len(known)
-    ways = [
-        "per_position=False, which pools batch statistics over positions and takes any",
-        "pad or crop inputs to one shape" if alike else "a layer of its own for inputs of each kind",
-    ]
-    if alike and len(known) == 1:
-        ways.insert(0, "position_shape= the longest sequence there will be, shorter ones then use the first positions")
-    raise ValueError(
-        f"the input has positions {positions}, but statistics are kept for "
-        f"{f'positions {known}' if known else 'inputs without positions, (N, C)'}. Ways out: "
-        + "; ".join(f"({number}) {way}" for number, way in enumerate(ways, 1))
-    )
+    """Return the slices of the known positions that an input uses; whether torch compiles is looked up."""
+    return _positions.window(positions, known, torch.compiler.is_compiling())
 
 
 def keep_precision(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

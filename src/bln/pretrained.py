@@ -28,7 +28,7 @@ def load_pretrained(kind: type[M], *args: Any, groups: int = 8, **kwargs: Any) -
         The model, in ``eval()``. What a state dict does not hold, such as another ``momentum``, is to be set again.
 
     Examples:
-        Needs ``pip install "batch-layer-norm[transformers]"``::
+        Needs ``pip install ".[transformers]"``::
 
             model = bln.convert(BertForSequenceClassification.from_pretrained(name))
             ...                                            # train

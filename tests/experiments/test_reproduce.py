@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from tiny_runs import TINY, patch
 
+import bln
+from bln._install import install
 from bln.cli import _spread, main
 from bln.experiments import runs
 from bln.experiments.reproduce import plan, reproduce, summarize
@@ -140,12 +143,35 @@ class TestCommandLine:
         assert ended.value.code == 130
         assert "the same command goes on from here" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(("options", "seeds"), [([], 3), (["--seeds", "1"], 1), (["--seeds", "5"], 5)])
+    def test_the_demonstration_has_as_many_seeds_as_asked_for(self, monkeypatch, tmp_path, options, seeds):
+        seen = []
+        monkeypatch.setattr("bln.experiments.commands._run", lambda *arguments: seen.append(arguments))
+        with pytest.raises(SystemExit):
+            main(["demo", "--out", str(tmp_path), "--device", "auto", *options])
+        ((settings, _, _, device, _),) = seen
+        assert device == "auto"
+        runs_of = {replace(each, seed=0) for each in settings}
+        assert len(settings) == len(set(settings)) == len(runs_of) * seeds
+        assert {each.seed for each in settings} == set(range(seeds))
+
+    @pytest.mark.parametrize("arguments", [["--version"], ["--version", "demo"]])
+    def test_the_version(self, arguments, capsys):
+        with suppress(SystemExit):
+            main(arguments)
+        assert capsys.readouterr().out == f"bln {bln.__version__}\n"
+
+    def test_the_version_needs_no_extra(self, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "bln.experiments.commands", None)
+        main(["--version"])
+        assert capsys.readouterr().out == f"bln {bln.__version__}\n"
+
     def test_a_missing_extra_is_named(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "bln.experiments.commands", None)
         with pytest.raises(SystemExit) as ended:
             main(["demo"])
         assert ended.value.code == 2
-        assert 'pip install "batch-layer-norm[experiments]"' in capsys.readouterr().err
+        assert install("experiments") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ def check_missing(name: str, missing: str) -> None:
     code = f"""
 import sys
 sys.modules[{missing!r}] = None
-import bln
+import bln, bln._install
 try:
     bln.{name}
 except ImportError as error:
-    assert 'pip install "batch-layer-norm[{name}]"' in str(error), error
+    assert bln._install.install({name!r}) in str(error), error
 else:
     raise AssertionError
 """

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import bln
+from bln._install import install
 
 TRAIN, BATCHES = data((9, 9), seed=1), data((7, 7, 4), shift=0.3)
 
@@ -352,8 +354,8 @@ def test_importing_bln_imports_no_extra():
 def test_a_missing_extra_is_named(monkeypatch):
     model = odd_model()
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match=r'pip install "batch-layer-norm\[search\]"'):
+    with pytest.raises(ImportError, match=re.escape(install("search"))):
         bln.search(model, BATCHES, loss=F.cross_entropy, per_layer=True, sampler="tpe")
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'pip install "batch-layer-norm\[search\]"'):
+    with pytest.raises(ImportError, match=re.escape(install("search"))):
         bln.search(model, BATCHES, loss=F.cross_entropy).to_dataframe()

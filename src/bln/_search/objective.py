@@ -14,7 +14,8 @@ from ..ranks import Ranks
 from .arrange import Arrangement
 from .evaluate import Evaluator
 from .result import Row
-from .scores import Score, Tally
+from .score import Score
+from .scores import Tally
 from .vectorized import Assignment
 
 

@@ -13,18 +13,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._transfer import framework
+from .._frameworks import framework
+from .._install import install
 from ..config import StatisticsConfig
-from ..population import Snapshot
 from . import table
-from .scores import Score
+from .score import Score
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
+    from ..population import Snapshot
+
 _LOST, _GROWN, _ERRORS = 0.2, 0.5, 3
 """A configuration collapses where it loses a fifth of its first metric or, without metrics, its loss grows by half, and
 that is three standard errors or more. IMDB sorted by label costs FFxx a third, from .77 to .50, which is chance."""
+
+
+DEPENDS_ON_BATCH = (
+    "E_B or Std_B other than T makes a prediction depend on the other samples of its batch: such rows hold for batches "
+    "composed like these."
+)
 
 
 @dataclass(frozen=True)
@@ -270,9 +278,7 @@ class SearchResult:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError(
-                'to_dataframe() takes pandas, which is not installed: pip install "batch-layer-norm[search]"'
-            ) from error
+            raise ImportError(f"to_dataframe() takes pandas, which is not installed: {install('search')}") from error
         return pandas.DataFrame(self.records())
 
     def to_json(self, path: str | Path | None = None) -> str:

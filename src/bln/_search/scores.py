@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,20 +11,11 @@ from torch.utils import _pytree as pytree
 
 from ..functional import can_look
 from ..ranks import Ranks
+from .score import Score, averages
 
 Function = Callable[[Any, Any], Any]
 """``f(outputs, targets)``, the mean over the mini-batch's samples."""
 Metrics = str | Sequence[str] | Mapping[str, Function | str]
-
-
-@dataclass(frozen=True)
-class Score:
-    """Loss and metrics, means over samples, and their standard errors over mini-batches (NaN for one mini-batch)."""
-
-    loss: float
-    loss_error: float = math.nan
-    metrics: dict[str, float] = field(default_factory=dict)
-    metrics_error: dict[str, float] = field(default_factory=dict)
 
 
 def accuracy(outputs: Any, targets: Any) -> Tensor:
@@ -161,22 +150,7 @@ class Tally:
 
     def scores(self) -> list[Score]:
         """Means over samples; a mini-batch weighs as much as it has samples, in the standard error too."""
-        values = torch.stack(self._values).cpu().double()
-        weights = torch.tensor(self._samples, dtype=torch.float64)
-        weights = (weights / weights.sum()).reshape(-1, 1, 1)
-        mean = (weights * values).sum(0)
-        count = len(values)
-        spread = (weights * (values - mean)).square().sum(0)
-        error = (spread * count / (count - 1)).sqrt() if count > 1 else torch.full_like(mean, math.nan)
-        return [
-            Score(
-                loss,
-                loss_error,
-                dict(zip(self._metrics, metrics, strict=True)),
-                dict(zip(self._metrics, metrics_error, strict=True)),
-            )
-            for (loss, *metrics), (loss_error, *metrics_error) in zip(mean.tolist(), error.tolist(), strict=True)
-        ]
+        return averages(torch.stack(self._values).cpu().double().tolist(), self._samples, self._metrics)
 
 
 def length(*values: Any) -> int:

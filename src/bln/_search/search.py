@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import model as models
-from ..config import StatisticsConfig
+from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
 from ..population import Population
 from ..ranks import Ranks
@@ -21,18 +21,13 @@ from .arrange import arrangements_on
 from .descent import descend
 from .evaluate import Evaluator
 from .objective import Objective
-from .result import SearchResult, preferred, ranked
+from .result import DEPENDS_ON_BATCH, SearchResult, preferred, ranked
 from .scores import Function, Measure, Metrics, Tally
 from .study import explore
 from .vectorized import Assignment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-DEPENDS_ON_BATCH = (
-    "E_B or Std_B other than T makes a prediction depend on the other samples of its batch: such rows hold for batches "
-    "composed like these."
-)
 
 
 @torch.no_grad()
@@ -137,13 +132,6 @@ def search(
 
     statistics = dict(zip(found, calibrated, strict=True)) if calibrated is not None else None
     return _result(objective, tally, robust, notes, statistics)
-
-
-def choices(candidates: Iterable[StatisticsConfig | str]) -> list[StatisticsConfig]:
-    """The 16 configurations and others, each once."""
-    if isinstance(candidates, str | StatisticsConfig):
-        raise TypeError(f"candidates must be several configurations, as [{str(candidates)!r}]; got one")
-    return list(dict.fromkeys([*StatisticsConfig.all(), *map(StatisticsConfig.parse, candidates)]))
 
 
 def _search_layers(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
+from .._install import install
 from ..config import StatisticsConfig
 from ..progress import track
 from .descent import Costs
@@ -75,8 +76,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        hint = 'pip install "batch-layer-norm[search]"'
-        raise ImportError(f"sampler= takes Optuna, which is not installed: {hint}") from error
+        raise ImportError(f"sampler= takes Optuna, which is not installed: {install('search')}") from error
     return optuna
 
 

@@ -10,7 +10,7 @@ from ..config import StatisticsConfig
 
 if TYPE_CHECKING:
     from .result import Row, SearchResult
-    from .scores import Score
+    from .score import Score
 
 _SHOWN = 3
 """Combinations of layers in the table; all of them are in the exports."""

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from .. import __version__
+from .._convert_check import check, load
 from . import demo as demonstration
 from . import download, runs
 from . import report as reports
 from . import reproduce as sweep
+from .remaining import TimeLeft
 from .report import shift as shift_report
 from .runs import Settings
 from .shift import study as shifts
@@ -27,6 +34,22 @@ app = typer.Typer(
 )  # fmt: skip
 data = typer.Typer(help="The data sets of the paper.", no_args_is_help=True)
 app.add_typer(data, name="data")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"bln {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options before a command."""
+
 
 DataDir = Annotated[Path, typer.Option(help="Where the data sets are.")]
 Workers = Annotated[int, typer.Option(help="Processes side by side.")]
@@ -42,10 +65,17 @@ _SHIFT = (
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("bln-demo"),
-    workers: Annotated[int | None, typer.Option(help="Runs side by side; one for each core if not said.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Runs side by side; on a CPU one for each core.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many; the demonstration's own if not said.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Train BLN, BN and LN on handwritten digits at batch 1 and 25, search the 16 configurations, report."""
-    _run(demonstration.settings(), out, Path(), "cpu", os.cpu_count() or 1 if workers is None else workers)
+    settings = demonstration.settings()
+    if seeds is not None:
+        settings = list(dict.fromkeys(replace(each, seed=seed) for each in settings for seed in range(seeds)))
+    if workers is None:
+        workers = os.cpu_count() or 1 if sweep.device(device).type == "cpu" else 1
+    _run(settings, out, Path(), device, workers)
 
 
 @app.command()
@@ -97,7 +127,8 @@ def shift(
     recipes = shifts.plan(norms, seeds, epochs)
     questions = shifts.Questions(images, tuple(severities or shifts.Questions.severities))
     runs.claim(out)
-    with _resumable(len(recipes), "nets") as progress:
+    alike = [Settings("shift", each.norm, each.batch_size, 1.0, each.seed, "clean", each.epochs) for each in recipes]
+    with _resumable(TimeLeft(alike), len(recipes), "nets") as progress:
         path = shifts.study(recipes, questions, out, data_dir, workers=workers, progress=progress)
         shifts.choose(recipes, questions, out, data_dir, progress)
     _report_shift(path, out)
@@ -122,6 +153,24 @@ def report(
     Console().print(f"written: {reports.write(found, out or path.parent)}", soft_wrap=True)
 
 
+@app.command()
+def convert_check(
+    place: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="As in torchvision.models:resnet18.")],
+    shape: Annotated[
+        str | None, typer.Option("--input", help="The shape of random inputs to time a step on, as in 2,3,224,224.")
+    ] = None,
+    groups: Annotated[int, typer.Option(min=1, help="As in bln.convert.")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Print what bln.convert would do to a model, and what a training step costs before and after."""
+    sizes = None
+    if shape is not None:
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)+", shape):
+            raise ValueError(f"--input must be sizes with commas between, samples first, as 2,3,224,224; got {shape!r}")
+        sizes = tuple(map(int, shape.split(",")))
+    print(check(load(place), sizes, groups=groups, device=sweep.device(device)))
+
+
 @data.command()
 def get(
     name: Annotated[str, typer.Argument(help="cifar10 or imdb.")],
@@ -144,7 +193,7 @@ def _run(
     chosen = sweep.device(device)
     runs.claim(out)
     console = Console()
-    with _resumable(len(settings), "runs") as progress:
+    with _resumable(TimeLeft(settings), len(settings), "runs") as progress:
         ended = sweep.reproduce(
             settings,
             out,
@@ -175,25 +224,39 @@ def _report_shift(path: Path, out: Path) -> None:
 
 
 @contextmanager
-def _resumable(total: int, what: str) -> Iterator[Callable[[float, str], None]]:
+def _resumable(left: TimeLeft, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
     """Show a bar; an interruption says that nothing is lost."""
     try:
-        with _bar(total, what) as progress:
+        with _bar(left, total, what) as progress:
             yield progress
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command goes on from here")
         raise typer.Exit(130) from None
 
 
+class _Left(ProgressColumn):
+    """The time left, as a column of a bar."""
+
+    def __init__(self, left: TimeLeft) -> None:
+        super().__init__()
+        self._left = left
+
+    def render(self, task: Task) -> Text:
+        seconds = self._left.seconds()
+        if seconds is None:
+            return Text("time left not known yet")
+        return Text(f"{timedelta(seconds=round(seconds))} left")
+
+
 @contextmanager
-def _bar(total: int, what: str) -> Iterator[Callable[[float, str], None]]:
-    counts = TextColumn("{task.completed:.1f}/{task.total} " + what)
-    columns = (TextColumn("{task.description}"), BarColumn(), counts)
-    console = Console(stderr=True)
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+def _bar(left: TimeLeft, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
+    counted = TextColumn("{task.completed:.1f}/{task.total} " + what)
+    columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeElapsedColumn(), _Left(left))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=total)
 
         def tell(done: float, text: str) -> None:
+            left.update(done)
             progress.update(bar, completed=done, description=text)
 
         yield tell

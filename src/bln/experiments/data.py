@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .._install import install
 from ..progress import track
 from . import words as keras_words
 
@@ -161,7 +162,7 @@ def digits(*, seed: int = 0) -> Digits:
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ImportError('digits come with scikit-learn: pip install "batch-layer-norm[experiments]"') from error
+        raise ImportError(f"digits come with scikit-learn: {install('experiments')}") from error
     found = load_digits()
     images = torch.from_numpy(found.images / 16).float().unsqueeze(1)
     labels = torch.from_numpy(found.target).long()

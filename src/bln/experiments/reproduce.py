@@ -17,6 +17,7 @@ import torch
 
 import bln
 
+from .._install import install
 from . import runs
 from .norms import norm
 from .runs import RunError, RunFolder, Settings
@@ -193,7 +194,7 @@ def _on_ray(
     try:
         import ray
     except ImportError:
-        raise ValueError('--backend ray needs Ray: pip install "batch-layer-norm[ray]"') from None
+        raise ValueError(f"--backend ray needs Ray: {install('ray')}") from None
     begun = not ray.is_initialized()
     if begun:
         try:

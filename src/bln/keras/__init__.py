@@ -3,9 +3,9 @@
 try:
     import keras as _keras  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        'bln.keras takes Keras 3, which is not installed: pip install "batch-layer-norm[keras]"'
-    ) from error
+    from .._install import install
+
+    raise ImportError(f"bln.keras takes Keras 3, which is not installed: {install('keras')}") from error
 
 from .layer import BatchLayerNormalization
 from .layer import read as read

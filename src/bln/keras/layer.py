@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import keras
 import numpy as np
-import torch
 from keras import ops
 
 from .. import _arrays
+from .._frameworks import State, as_numpy, as_tensor
 from .._spec import Spec
-from .._transfer import State, as_numpy, as_tensor
 from ..config import StatisticsConfig
-from ..formula import Statistics
-from ..population import window
+
+if keras.backend.backend() == "torch":
+    from ..population import window  # which knows what torch's compiler takes
+else:
+    from .._positions import window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @keras.saving.register_keras_serializable(package="bln")
@@ -278,17 +283,6 @@ class BatchLayerNormalization(keras.layers.Layer):
         for name, variable in self._remembered().items():
             variable.assign(ops.array(snapshot[name], variable.dtype))
 
-    def _complete(self, snapshot: Mapping[str, Any]) -> None:
-        """Take from the snapshot what was not learned since, and ``1/m`` wherever it was known."""
-        new, row = self._snapshot(), Statistics._fields.index("inverse_m")
-        take = new["updates"] == 0
-        take[row] = snapshot["updates"][row] > 0
-        for name, wanted in zip(Statistics._fields, take, strict=True):
-            new[name] = np.where(_arrays.broadcastable(name, wanted, self.groups), snapshot[name], new[name])
-        for name in _arrays.COUNTERS:
-            new[name] = np.where(take, snapshot[name], new[name])
-        self._restore(new)
-
 
 def _wide(*dtypes: Any) -> str:
     """The type to compute in. ``keras.backend.result_type`` knows no float64 on JAX and torch."""
@@ -315,7 +309,7 @@ def to_numpy(value: Any) -> Any:
     """Whatever tensor a data loader or a backend has."""
     if isinstance(value, keras.Variable):
         return np.asarray(ops.convert_to_numpy(value))
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)  # torch's, or another's
 
 
 # ---- moving to and from other frameworks
@@ -326,7 +320,7 @@ def read(layer: BatchLayerNormalization) -> State:
     if not layer.built:
         raise ValueError(f"layer {layer.name!r} is not built; call it on a batch, or build its model, before")
 
-    def tensor(variable: Any) -> torch.Tensor:
+    def tensor(variable: Any) -> Tensor:
         return as_tensor(to_numpy(variable), keras.backend.standardize_dtype(variable.dtype))
 
     tensors = {name: None if v is None else tensor(v) for name, v in layer._variables().items()}

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-import torch
 from keras import ops
 
-from .._search.result import Row, SearchResult, ranked
-from .._search.scores import Tally
-from .._search.search import DEPENDS_ON_BATCH, choices
-from ..config import StatisticsConfig
-from ..model import configure_layers
+from .. import _array_models
+from .._search.result import SearchResult
+from ..config import StatisticsConfig, choices, configure_layers
 from ..progress import track
 from .layer import BatchLayerNormalization, to_numpy
 
@@ -111,37 +107,15 @@ def calibrate(model: Any, batches: Iterable[Any], *, progress: bool = True) -> N
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
     """
     found = _required_layers(model)
-    before = {name: layer._snapshot() for name, layer in found.items()}
-    momenta = {name: layer.momentum for name, layer in found.items()}
     compiled = model.predict_function
     try:
         model.predict_function = None  # traced anew: it has to see that these layers calibrate
-        for layer in found.values():
-            layer._calibrating, layer._reached, layer.momentum = True, False, None
-            layer.reset_statistics()
-        count = 0
         with closing(_tracked(batches, "calibrate", progress)) as tracked:
-            for batch in tracked:
-                model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
-                count += 1
-        if count == 0:
-            raise ValueError("calibrate got no batches; was the iterable used up before?")
-        for name, layer in found.items():
-            if not layer._reached:
-                layer._restore(before[name])
-                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
-            elif not to_numpy(layer.updates).any():
-                raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
-            else:
-                layer._complete(before[name])
-    except BaseException:
-        for name, layer in found.items():
-            layer._restore(before[name])
-        raise
+            _array_models.calibrate(
+                found, tracked, lambda batch: model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
+            )
     finally:
         model.predict_function = compiled
-        for name, layer in found.items():
-            layer._calibrating, layer.momentum = False, momenta[name]
 
 
 def _tracked(batches: Iterable[Any], what: str, progress: bool) -> Generator[Any]:
@@ -184,35 +158,21 @@ def search(
     """
     found = _required_layers(model)
     functions = {"loss": keras.losses.get(loss), **_named(metrics)}
-    configs = choices(candidates)
-    before = {name: layer.config for name, layer in found.items()}
-    tally = Tally([name for name in functions if name != "loss"], len(configs))
-    try:
-        with closing(_tracked(batches, "search", progress)) as tracked:
-            for batch in tracked:
-                if not isinstance(batch, tuple) or len(batch) != 2:
-                    what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
-                    raise ValueError(f"expected batches of (inputs, targets), got {what}")
-                inputs, targets = batch
-                values = []
-                for config in configs:
-                    configure(model, config)
-                    outputs = model.predict_on_batch(inputs)
-                    values.append([_score(function, targets, outputs) for function in functions.values()])
-                tally.add(torch.tensor(values, dtype=torch.float64), len(keras.tree.flatten(targets)[0]))
-    finally:
-        configure(model, before)
-    if not tally.batches:
-        raise ValueError("search got no batches; was the iterable used up before?")
-    rows = ranked([Row(config, score) for config, score in zip(configs, tally.scores(), strict=True)], robust=False)
-    notes = [
-        DEPENDS_ON_BATCH,
-        "Population statistics averaged while the weights still moved can ruin rows with T; bln.keras.calibrate(model, "
-        "train_batches) recomputes them under frozen weights.",
-    ]
-    if untrained := [name for name, layer in found.items() if not to_numpy(layer.updates).any()]:
-        notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
-    return SearchResult(rows, "separate", tuple(notes), tally.samples, tally.batches)
+
+    def score(batch: Any) -> tuple[list[float], int]:
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
+            raise ValueError(f"expected batches of (inputs, targets), got {what}")
+        inputs, targets = batch
+        outputs = model.predict_on_batch(inputs)
+        values = [_score(function, targets, outputs) for function in functions.values()]
+        return values, len(keras.tree.flatten(targets)[0])
+
+    with closing(_tracked(batches, "search", progress)) as tracked:
+        return _array_models.search(
+            found, tracked, score, [name for name in functions if name != "loss"], choices(candidates),
+            calibrate="bln.keras.calibrate(model, train_batches)",
+        )  # fmt: skip
 
 
 def _named(metrics: Any) -> dict[str, Any]:

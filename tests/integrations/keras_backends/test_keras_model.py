@@ -239,11 +239,11 @@ class TestSearch:
     def batches(self, rng):
         return [(normal(rng, n, 6, 6, 1), rng.integers(0, 3, n)) for n in (10, 10, 5)]
 
-    def test_all_16_have_the_scores_of_separate_evaluations(self, trained, batches):
+    def test_all_have_the_scores_of_separate_evaluations(self, trained, batches):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        result = bln.keras.search(trained, batches, loss=loss, metrics="accuracy")
+        result = bln.keras.search(trained, batches, loss=loss, metrics="accuracy", candidates=CONFIGS[16:])
         assert isinstance(result, bln.SearchResult)
-        assert len(result) == 16
+        assert len(result) == len(CONFIGS)
         assert (result.samples, result.batches) == (25, 3)
         assert sorted(row.loss for row in result) == [row.loss for row in result]
         for config in CONFIGS:
@@ -255,6 +255,7 @@ class TestSearch:
             assert result[config].metrics["accuracy"] == pytest.approx(right / 25)
         assert "TTFF" in str(result)
 
+    @pytest.mark.filterwarnings("ignore:.* makes a prediction depend on the other samples")  # the winner is by chance
     def test_the_model_is_left_as_found_and_apply_gives_it_the_winner(self, trained, batches):
         bln.keras.configure(trained, {"first": "FTTF"})
         before, prediction = state(trained), trained.predict_on_batch(batches[0][0])

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 try:
     from . import page, terminal
 except ImportError as error:
-    raise ImportError(
-        f'the report needs {error.name}, which is not installed: pip install "batch-layer-norm[experiments]"'
-    ) from error
+    from ..._install import install
+
+    raise ImportError(f"the report needs {error.name}, which is not installed: {install('experiments')}") from error
 from .summary import read
 
 if TYPE_CHECKING:

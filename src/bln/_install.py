@@ -1,0 +1,17 @@
+"""How to install what an optional part takes, worded once. Imports nothing else."""
+
+from __future__ import annotations
+
+_FROM = "."
+"""What pip is given: a checkout, until the distribution is published; then ``batch-layer-norm``."""
+_WHERE = " in a checkout of BLN"
+"""Where the command is to be run; empty once the distribution is published."""
+
+
+def install(*extras: str) -> str:
+    """Return the command that installs these extras.
+
+    >>> install("experiments", "ray")
+    'pip install ".[experiments,ray]" in a checkout of BLN'
+    """
+    return f'pip install "{_FROM}[{",".join(extras)}]"{_WHERE}'

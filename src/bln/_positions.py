@@ -1,0 +1,48 @@
+"""Positions with statistics of their own: which a layer has, and which of them an input uses. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any, SupportsIndex
+
+
+def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
+    """The positions that a layer is to keep statistics for, given as one size or several; ``None`` if it is to learn
+    them.
+    """
+    if position_shape is None:
+        return None
+    if not per_position:
+        raise ValueError("position_shape goes with per_position=True; pooled statistics have no positions")
+    given = (position_shape,) if isinstance(position_shape, SupportsIndex) else position_shape
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(size, SupportsIndex) and index(size) >= 1 for size in found):
+        raise ValueError(f"position_shape must hold positive sizes, as 80 or (28, 28) do, got {position_shape!r}")
+    return tuple(map(index, found))
+
+
+def window(positions: tuple[int, ...], known: tuple[int, ...] | None, compiling: bool = False) -> tuple[slice, ...]:
+    """Return the slices of the known positions that an input uses: all, or the first ones for a shorter sequence.
+
+    While torch compiles, the longest is asked for nothing but what shorter ones are: one graph is for all lengths.
+    """
+    if known is None:
+        return ()
+    sequence = len(positions) == len(known) == 1
+    if not (sequence and compiling) and positions == known:
+        return ()
+    if sequence and positions[0] <= known[0]:
+        return (slice(positions[0]),)
+    alike = len(positions) == len(known)
+    ways = [
+        "per_position=False, which pools batch statistics over positions and takes any",
+        "pad or crop inputs to one shape" if alike else "a layer of its own for inputs of each kind",
+    ]
+    if alike and len(known) == 1:
+        ways.insert(0, "position_shape= the longest sequence there will be, shorter ones then use the first positions")
+    raise ValueError(
+        f"the input has positions {positions}, but statistics are kept for "
+        f"{f'positions {known}' if known else 'inputs without positions, (N, C)'}. Ways out: "
+        + "; ".join(f"({number}) {way}" for number, way in enumerate(ways, 1))
+    )

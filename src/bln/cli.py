@@ -17,8 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f'the command line needs {error.name}: pip install "batch-layer-norm[experiments]"')
     from .experiments.runs import RunError
 
+    given = _spread(sys.argv[1:] if arguments is None else arguments)
+    if given[:2] == ["reproduce", "resnet"]:  # a command by itself, with options of its own
+        given[:2] = ["reproduce resnet"]
     try:
-        app(_spread(sys.argv[1:] if arguments is None else arguments), prog_name="bln")
+        app(given, prog_name="bln")
     except (ValueError, RunError) as error:
         _fail(str(error))
     except OSError as error:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,7 +18,9 @@ from . import demo as demonstration
 from . import download, runs
 from . import report as reports
 from . import reproduce as sweep
+from .report import sizes as sizes_report
 from .runs import Settings
+from .sizes import study
 
 app = typer.Typer(
     help="Batch Layer Normalization: a demonstration, and the paper's experiments.",
@@ -35,13 +38,13 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("bln-demo"),
     workers: Annotated[int | None, typer.Option(help="Runs side by side; one for each core if not said.")] = None,
 ) -> None:
-    """Train BLN, BN and LN on handwritten digits at batch 1 and 25, search the 16 configurations, report."""
-    _run(demonstration.settings(), out, Path(), "cpu", os.cpu_count() or 1 if workers is None else workers)
+    """Train BatchNorm, GroupNorm and BLN on handwritten digits at batch 1, 4 and 25, and say which is better."""
+    _run_sizes(demonstration.cells(), out, Path(), "cpu", os.cpu_count() or 1 if workers is None else workers)
 
 
 @app.command()
 def reproduce(
-    what: Annotated[str, typer.Argument(help="cnn, rnn, all (both), or resnet.")],
+    what: Annotated[str, typer.Argument(help="cnn, rnn or all; `bln reproduce resnet --help` for every batch size.")],
     data_dir: DataDir = Path("data"),
     out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("results"),
     batch_size: Annotated[list[int] | None, typer.Option(help="One or more, as in 1 25.")] = None,
@@ -57,8 +60,10 @@ def reproduce(
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster; without one it starts here.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Fewer than the protocol's, for a try.")] = None,
 ) -> None:
-    """Run the paper's experiments; the same command continues where it was stopped."""
-    if what not in ("cnn", "rnn", "all", "resnet"):
+    """Run the paper's experiments; the same command continues where it was stopped. ``reproduce resnet`` is its own."""
+    if what == "resnet":
+        raise ValueError("`bln reproduce resnet` has options of its own; write them behind it")
+    if what not in ("cnn", "rnn", "all"):
         raise ValueError(f"expected cnn, rnn, all or resnet, got {what!r}")
     settings = sweep.plan(
         ("cnn", "rnn") if what == "all" else (what,),
@@ -67,13 +72,42 @@ def reproduce(
     _run(settings, out, data_dir, device, workers, backend, address)
 
 
+@app.command("reproduce resnet")
+def resnet(
+    data_dir: DataDir = Path("data"),
+    out: Annotated[Path, typer.Option(help="Where the table of runs and the report go.")] = Path("results/resnet"),
+    batch_size: Annotated[list[int] | None, typer.Option(help="One or more, as in 1 4 32; 1 to 128 if not said.")] = (
+        None
+    ),
+    norms: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(study.NORMS)}; all if not said.")] = None,
+    seeds: Annotated[int, typer.Option(help="How many; at batch size 1 at most three.")] = study.SEEDS,
+    images: Annotated[int | None, typer.Option(help="To train on.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Over these images.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    workers: Workers = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and stop.")] = False,
+) -> None:
+    """Train ResNet-20 on CIFAR-10 with every norm at every batch size; the same command continues where it was stopped.
+
+    Learning rates are chosen for each norm and batch size on validation data. On a GPU all runs of a norm and batch
+    size are one net, and several nets train side by side.
+    """
+    cells = study.plan("resnet20", norms=norms, batch_sizes=batch_size, seeds=seeds, images=images, epochs=epochs)
+    _run_sizes(cells, out, data_dir, device, workers, dry_run)
+
+
 @app.command()
 def report(
-    summary: Annotated[Path, typer.Argument(help="A summary.json, or the folder it is in.")],
+    summary: Annotated[Path, typer.Argument(help="A summary.json, a runs.jsonl, or the folder it is in.")],
     out: Annotated[Path | None, typer.Option(help="Where the report goes; beside the summary if not said.")] = None,
 ) -> None:
-    """Write report.html and its figures again, from a summary."""
+    """Write report.html and its figures again, from what a command has written."""
     path = summary / "summary.json" if summary.is_dir() else summary
+    if (summary / "runs.jsonl").exists():
+        path = summary / "runs.jsonl"
+    if path.suffix == ".jsonl":
+        _report_sizes(path, out or path.parent)
+        return
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:  # no JSON, or no text
@@ -128,6 +162,34 @@ def _run(
         raise ValueError(
             f"{len(failed)} of {len(ended)} runs could not go on; {name}: {status.removeprefix('error: ')}"
         )
+
+
+def _run_sizes(
+    cells: list[study.Cell], out: Path, data_dir: Path, device: str, workers: int, dry_run: bool = False
+) -> None:
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    chosen = sweep.device(device)
+    runs.claim(out)
+    if chosen.type == "cpu":
+        torch.set_num_threads(study.threads(workers))
+    Console().print(study.estimate(cells, out, data_dir, chosen, workers).text(), soft_wrap=True)
+    if dry_run:
+        return
+    try:
+        with _bar(len(cells)) as progress:
+            path = study.study(cells, out, data_dir, device=chosen, workers=workers, progress=progress)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
+    _report_sizes(path, out)
+
+
+def _report_sizes(path: Path, out: Path) -> None:
+    found, console = sizes_report.read(path), Console()
+    page = sizes_report.write(found, out)
+    console.print(sizes_report.lines(found))
+    console.print(f"report: {page}", soft_wrap=True)
 
 
 @contextmanager

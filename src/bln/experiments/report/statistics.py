@@ -28,6 +28,10 @@ class Estimate(NamedTuple):
         """Whether there is an interval: it takes two seeds."""
         return not math.isnan(self.low)
 
+    def times(self, factor: float) -> Estimate:
+        """The estimate in another unit."""
+        return Estimate(self.mean * factor, self.low * factor, self.high * factor, self.n)
+
     def text(self, *, signed: bool = False, digits: int = 3) -> str:
         """The mean and, where there is one, the interval: ``0.871 [0.866, 0.876]``.
 
@@ -85,6 +89,26 @@ def paired_interval(values: Sequence[float]) -> Estimate:
     """The mean of paired differences with the wider interval, at either end, of the bootstrap and of t."""
     bootstrap, t = bootstrap_interval(values), mean_interval(values)
     return Estimate(bootstrap.mean, min(bootstrap.low, t.low), max(bootstrap.high, t.high), bootstrap.n)
+
+
+def seeds_to_decide(values: Sequence[float], margin: float = 0.0) -> int | None:
+    """How many seeds would decide on the sign of a mean, if mean and spread stay as they are; ``None`` beyond 1,000.
+
+    With a margin, an interval that lies within it on both sides decides too.
+
+    >>> seeds_to_decide([0.01, 0.03, -0.02]), seeds_to_decide([0.01, 0.03, -0.02], margin=0.05)
+    (58, 4)
+    """
+    if len(values) < 2:
+        return None
+    mean, deviation = abs(float(np.mean(values))), float(np.std(values, ddof=1))
+    n = np.arange(len(values), _MOST_SEEDS + 1)
+    half = scipy.stats.t.ppf((1 + LEVEL) / 2, n - 1) * deviation / np.sqrt(n)
+    decides = (half < mean) | (mean + half < margin)
+    return int(n[decides][0]) if decides.any() else None
+
+
+_MOST_SEEDS = 1_000
 
 
 class Agreement(NamedTuple):

@@ -59,7 +59,7 @@ class BatchNorm(nn.Module):
 
 def _apart(x: Tensor, runs: int) -> Tensor:
     """``(N, runs, features, H, W)``."""
-    return x.view(len(x), runs, -1, *x.shape[2:])
+    return x.reshape(len(x), runs, -1, *x.shape[2:])
 
 
 class LayerNorm(nn.Module):

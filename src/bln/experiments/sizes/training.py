@@ -83,7 +83,7 @@ class Task:
 
 TASKS = {
     "resnet20": Task(cifar10, 3, (16, 32, 64), 3, 4, True, 20_000, 2_000, 5, 0.003),
-    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 1_079, 359, 4, 0.005),
+    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 1_079, 359, 3, 0.005),
 }
 CLASSES = 10
 _TEST_BATCH = 250
@@ -183,8 +183,8 @@ class Adam:
 
 _EAGER = 3
 """Steps done one operation at a time before one is captured: they compile kernels and allocate what stays."""
-_TURN = 32
-"""Steps between two pauses, in which other nets get their turn."""
+_TURN = 64
+"""Images of each run between two pauses, in which other nets get their turn."""
 
 Work = Generator[float, None, Any]
 """Work that pauses now and then, and says what share of it is done."""
@@ -228,7 +228,7 @@ class Training:
         self.next = torch.arange(self.size, device=device)
         self.curves: list[dict[str, list[float]]] = []
         self._eager, self._graph = _EAGER, cast(Any, None)
-        self.memory: int | None = None
+        self.memory: int | None = None  # known after the first step
 
     def _standardize_by(self, images: Tensor) -> None:
         deviation, mean = torch.std_mean(images.float(), (0, 2, 3), keepdim=True, correction=0)
@@ -247,9 +247,10 @@ class Training:
         """Take the next step; on a GPU it is a CUDA graph after the first few."""
         if self._eager or not _has_graphs(self.device):
             self._eager -= self._eager > 0
-            self._step()
             if self.memory is None:
-                self.memory = self._peak()
+                self.memory = self._measured_step()
+            else:
+                self._step()
             return
         if self._graph is None:
             self._graph = capture(self._step)
@@ -281,9 +282,23 @@ class Training:
         right = (outputs.argmax(2) == labels).float()
         self.total += torch.stack((losses.sum(0), right.sum(0)))
 
-    def _peak(self) -> int | None:
-        """Bytes on the GPU that a step takes; elsewhere nobody counts them."""
-        return torch.cuda.max_memory_allocated(self.device) - self._before if _has_graphs(self.device) else None
+    def _measured_step(self) -> int:
+        """Take a step and return its bytes: on a GPU the peak, elsewhere those of weights, Adam and activations."""
+        own = {each.untyped_storage().data_ptr() for each in self.net.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(saved: Tensor) -> Tensor:
+            storage = saved.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            self._step()
+        if _has_graphs(self.device):
+            return torch.cuda.max_memory_allocated(self.device) - self._before
+        # weights, gradients, two averages, and the rate of each weight
+        return 5 * sum(each.nbytes for each in self.net.parameters()) + sum(kept.values())
 
     # ---- epochs
 
@@ -316,10 +331,11 @@ class Training:
     def epoch(self) -> Work:
         """One epoch, and its validation."""
         before, steps = len(self.curves), self.count // self.size
+        turn = max(1, _TURN // self.size)
         self.begin(before + 1)
         for step in range(1, steps + 1):
             self.advance()
-            if step % _TURN == 0 or step == steps:
+            if step % turn == 0 or step == steps:
                 yield (before + step / steps) / self.group[0].epochs
         loss, accuracy = (self.total / (steps * self.size)).tolist()
         with torch.no_grad():
@@ -366,8 +382,8 @@ class Training:
                 {
                     "status": "diverged" if diverged else "finished", "curves": curves,
                     "test": {"loss": loss, "accuracy": accuracy},
-                    "hours": seconds / 3600 / len(self.group),
-                    "memory_mib": None if self.memory is None else self.memory / 2**20 / len(self.group),
+                    "hours": _finite(seconds / 3600 / len(self.group)),
+                    "memory_mib": None if self.memory is None else round(self.memory / 2**20 / len(self.group), 3),
                 }
             )  # fmt: skip
         return found
@@ -391,10 +407,10 @@ def _finite(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a net of several runs takes: seconds for a step, and bytes where they are known."""
+    """What a net of several runs takes: seconds for a step, and bytes."""
 
     step: float
-    memory: int | None
+    memory: int
 
 
 def measure(group: Sequence[Run], folder: Path, device: torch.device, steps: int = 5) -> Cost:
@@ -410,7 +426,7 @@ def measure(group: Sequence[Run], folder: Path, device: torch.device, steps: int
         training.next.copy_(torch.arange(training.size))  # a tiny part may have fewer mini-batches
         training.advance()
     _wait(device)
-    return Cost((time.perf_counter() - begun) / few, training.memory)
+    return Cost((time.perf_counter() - begun) / few, training.memory or 0)
 
 
 def _wait(device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...layer import BatchLayerNorm
-from ..norms import BatchRenorm
+from ..norms import GROUPS, BatchRenorm, groups_of
 
 Normalizer = Callable[[int, int], nn.Module]
 """A normalizer of so many features on ``(N, runs * features, H, W)``, for so many runs."""
@@ -96,10 +96,8 @@ def _group_norm(features: int, runs: int) -> nn.Module:
     return nn.GroupNorm(runs * math.gcd(8, features), runs * features)
 
 
-def _grouped(groups: int | None, features: int, runs: int) -> nn.Module:
-    """BLN with so many groups of features; ``None`` is one for each feature."""
-    own = features if groups is None else math.gcd(groups, features)
-    return BatchLayerNorm(runs * features, groups=runs * own, momentum=None)
+def _grouped(name: str, features: int, runs: int) -> nn.Module:
+    return BatchLayerNorm(runs * features, groups=runs * groups_of(name, features), momentum=None)
 
 
 NORMALIZERS: dict[str, Normalizer] = {
@@ -108,11 +106,7 @@ NORMALIZERS: dict[str, Normalizer] = {
     "ln": LayerNorm,
     "batchrenorm": lambda features, runs: BatchRenorm(runs * features),
     "bln": PublishedBLN,
-    "bln-grouped": partial(_grouped, 8),
-    "bln-g1": partial(_grouped, 1),
-    "bln-g4": partial(_grouped, 4),
-    "bln-g16": partial(_grouped, 16),
-    "bln-gC": partial(_grouped, None),
+    **{name: partial(_grouped, name) for name in GROUPS},
 }
 """Normalizers by name, each with its library's epsilon. ``bln-grouped`` has the groups of ``gn``, eight."""
 

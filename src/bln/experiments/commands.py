@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from . import data as datasets
 from . import demo as demonstration
-from . import download, runs
+from . import download, packed, runs
 from . import report as reports
 from . import reproduce as sweep
 from .report import sizes as sizes_report
@@ -123,6 +124,17 @@ def get(
 ) -> None:
     """Download a data set from its publisher, check it and unpack it."""
     download.get(name, data_dir, url=url)
+
+
+@data.command()
+def pack(
+    to: Annotated[Path, typer.Argument(help="The file to write; pass it as --data-dir to bln reproduce resnet.")],
+    data_dir: DataDir = Path("data"),
+    train: Annotated[int, typer.Option(help="Training images; all test images go with them.")] = 22_000,
+) -> None:
+    """Pack CIFAR-10, or a part of it, into one small file, for machines it has to be carried to."""
+    packed.write(datasets.cifar10(data_dir), to, train)
+    Console().print(f"written: {to}, {to.stat().st_size / 2**20:.1f} MiB", soft_wrap=True)
 
 
 def _run(

@@ -6,11 +6,12 @@ from .sizes import study
 
 NORMS = ("bn", "gn", "bln-grouped", "bln")
 BATCH_SIZES = (1, 4, 25)
-SEEDS = 5
+SEEDS, TRIED_ON = 10, 3
+"""Of each norm and batch size; and how many of them each learning rate is tried on."""
 
 
 def cells() -> list[study.Cell]:
-    """BatchNorm, GroupNorm and both forms of BLN; all seeds at every batch size."""
+    """BatchNorm, GroupNorm and both forms of BLN."""
     return study.plan(
-        "digits-resnet", norms=NORMS, batch_sizes=BATCH_SIZES, seeds=SEEDS, seeds_alone=SEEDS, tried_on=SEEDS
+        "digits-resnet", norms=NORMS, batch_sizes=BATCH_SIZES, seeds=SEEDS, seeds_alone=SEEDS, tried_on=TRIED_ON
     )

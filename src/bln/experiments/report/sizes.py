@@ -33,6 +33,13 @@ NAMES = {
     "bln": "BLN as published", "bln-grouped": "BLN grouped", "bn": "BatchNorm", "gn": "GroupNorm", "ln": "LayerNorm",
     "batchrenorm": "Batch Renormalization",
 }  # fmt: skip
+
+
+def name(norm: str) -> str:
+    """What a norm is called here."""
+    return NAMES.get(norm) or look(norm).name
+
+
 RULES = (
     "At each batch size BLN grouped is compared with the other norm that has the highest mean test accuracy there, by "
     "differences paired by seed, with the wider of the t interval and the paired bootstrap, 95 % each.",
@@ -138,7 +145,7 @@ class Standing:
         by = f"{self.difference.times(100).text(signed=True, digits=1)} points"
         words = {"ahead": "ahead of", "level": "level with", "behind": "behind", "undecided": "undecided against"}
         more = f"; {self.needed()}" if self.verdict == "undecided" else ""
-        return f"{words[self.verdict]} {NAMES[self.rival]} ({by}{more})"
+        return f"{words[self.verdict]} {name(self.rival)} ({by}{more})"
 
     def needed(self) -> str:
         """What would decide."""
@@ -181,7 +188,7 @@ def verdict(found: Sequence[Standing]) -> str:
 
 def claim(results: Results) -> str:
     """What is judged, of the norms that were run."""
-    names = [NAMES[norm] for norm in RIVALS if norm in results.norms]
+    names = [name(norm) for norm in RIVALS if norm in results.norms]
     best = f"the best of {_listed(names)}" if len(names) > 1 else names[0] if names else "every other norm"
     return f"BLN grouped is ahead of or level with {best} at every batch size"
 
@@ -192,7 +199,7 @@ def sentences(results: Results) -> tuple[str, str]:
     parts = []
     for size in results.sizes:
         known = [(norm, results.estimate(norm, size)) for norm in main]
-        named = [f"{NAMES[norm]} {100 * each.mean:.1f} %" for norm, each in known if each.n]
+        named = [f"{name(norm)} {100 * each.mean:.1f} %" for norm, each in known if each.n]
         if named:
             parts.append(f"at batch {size} {_listed(named)}")
     first = f"Test accuracy of {results.title}: {'; '.join(parts)}." if parts else "No run has finished yet."
@@ -265,7 +272,7 @@ def _page(results: Results, plots: list[Plot]) -> Iterator[Html]:
     for sentence in sentences(results):
         yield tag("p", tag("b", sentence))
     yield tag("h2", "What is compared")
-    yield tag("ul", *(tag("li", tag("b", name), text) for name, text in _explained(results)))
+    yield tag("ul", *(tag("li", tag("b", what), text) for what, text in _explained(results)))
     yield tag("h2", "Accuracy")
     for plot in pictures(results):
         yield show(plot)
@@ -274,7 +281,7 @@ def _page(results: Results, plots: list[Plot]) -> Iterator[Html]:
         yield tag("h2", "BLN grouped minus the best other norm")
         yield tag("p", claim(results) + ": ", badge(verdict(stands)))
         rows = [
-            [str(s.size), NAMES[s.rival], s.difference.text(signed=True), str(s.difference.n), badge(s.verdict),
+            [str(s.size), name(s.rival), s.difference.text(signed=True), str(s.difference.n), badge(s.verdict),
              s.needed() if s.verdict == "undecided" else ""]
             for s in stands
         ]  # fmt: skip
@@ -282,7 +289,7 @@ def _page(results: Results, plots: list[Plot]) -> Iterator[Html]:
         yield table("Differences in test accuracy, paired by seed.", head, rows, "results")
         yield tag("ul", *(tag("li", rule) for rule in RULES))
     if means := groups(results):
-        words = _listed([f"{number(mean)} with {look(norm).name}" for norm, mean in means.items()])
+        words = _listed([f"{number(mean)} with {name(norm)}" for norm, mean in means.items()])
         yield tag("p", f"Numbers of groups by validation accuracy, mean over batch sizes: {words}.")
     yield tag("h2", "How it was run")
     yield tag("p", _recipe(results))
@@ -291,21 +298,21 @@ def _page(results: Results, plots: list[Plot]) -> Iterator[Html]:
 
 def pictures(results: Results) -> list[Plot]:
     """The figures of these results."""
-    name, seeds = results.task, "95 % t intervals over seeds."
+    prefix, seeds = results.task, "95 % t intervals over seeds."
     main = [norm for norm in results.norms if norm == OURS or not norm.startswith("bln-g")]
     caption = f"Test accuracy against batch size. {seeds} Learning rates were chosen on validation data."
-    found = [figures.batch_sizes(f"{name}-accuracy", caption, results.points(main))]
+    found = [figures.batch_sizes(f"{prefix}-accuracy", caption, results.points(main))]
     if stands := [each for each in standings(results) if each.difference.n]:
         caption = (
             "BLN grouped minus the best other norm, which stands above, in points of test accuracy; 95 % intervals of "
             f"differences paired by seed. Dotted: ± {100 * MARGIN:g}, within which norms are level."
         )
         pairs = {each.size: (each.rival, each.difference) for each in stands}
-        found.append(figures.margins(f"{name}-differences", caption, OURS, pairs, MARGIN))
+        found.append(figures.margins(f"{prefix}-differences", caption, OURS, pairs, MARGIN))
     grouped = [norm for norm in results.norms if norm.startswith("bln-g")]
     if len(grouped) > 1:
         caption = f"BLN grouped by its number of groups; the recommended form has eight. {seeds}"
-        found.append(figures.batch_sizes(f"{name}-groups", caption, results.points(grouped)))
+        found.append(figures.batch_sizes(f"{prefix}-groups", caption, results.points(grouped)))
     return found
 
 
@@ -368,7 +375,7 @@ def _accuracy_table(results: Results) -> Html:
             each = results.estimate(norm, size)
             lost = sum(row["status"] == "diverged" for row in results.chosen(norm, size).values())
             cells.append((each.plus_minus() if each.n else "") + (f" ({lost} diverged)" if lost else ""))
-        rows.append([look(norm).name, *cells])
+        rows.append([name(norm), *cells])
     caption = "Test accuracy, mean over seeds ± 95 % t interval."
     return table(caption, ["", *(f"batch {size}" for size in results.sizes)], rows, "results")
 
@@ -376,7 +383,7 @@ def _accuracy_table(results: Results) -> Html:
 def _cost_table(results: Results) -> Html:
     rows = [
         [
-            look(norm).name,
+            name(norm),
             str(size),
             f"{results.rate(norm, size):g}",
             _edge(results, norm, size),
@@ -441,8 +448,8 @@ def lines(found: Sequence[Results]) -> Group:
             shown.add_column(head)
         for norm in results.norms:
             estimates = [results.estimate(norm, size) for size in results.sizes]
-            shown.add_row(look(norm).name, *(each.plus_minus() if each.n else "" for each in estimates))
+            shown.add_row(name(norm), *(each.plus_minus() if each.n else "" for each in estimates))
         parts += [shown, Text("Mean over seeds ± 95 % interval; learning rates chosen on validation.", style="dim")]
-        parts += [Text(f"{name}{text}", style="dim") for name, text in _explained(results)]
+        parts += [Text(f"{what}{text}", style="dim") for what, text in _explained(results)]
         parts += [Text(""), *(Text(sentence, style="bold") for sentence in sentences(results))]
     return Group(*(parts or [Text("No runs yet.")]))

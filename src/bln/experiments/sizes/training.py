@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import data, runs
+from .. import data, packed, runs
 from ..augment import Crops, cut
 from ..steps import capture
 from . import nets
@@ -34,8 +34,8 @@ class Images(NamedTuple):
 
 
 def cifar10(folder: Path) -> Images:
-    """CIFAR-10."""
-    return Images(*data.cifar10(folder))
+    """CIFAR-10, from its publisher's files or, where that is a file, from packed ones."""
+    return Images(*(packed.read(folder) if folder.is_file() else data.cifar10(folder)))
 
 
 def digits(folder: Path) -> Images:

@@ -101,10 +101,10 @@ def test_battery(shape, option):
         assert y.isfinite().all()
         assert y.abs().max() > 0.01, f"{config} maps a single sample to nothing"
 
-    # Traced by a compiler whole, it computes the same.
+    # Traced by a compiler whole, it computes the same, up to the order of sums of a few units in float32.
     torch.compiler.reset()
     traced = torch.compile(copy.deepcopy(layer).train(), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(traced(x), copy.deepcopy(layer).train()(x), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(traced(x), copy.deepcopy(layer).train()(x), atol=1e-5, rtol=1e-5)
 
     # Reset, it is as new.
     layer.reset_parameters()

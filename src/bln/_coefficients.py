@@ -6,6 +6,7 @@ In plain operators for compilers and function transforms, and in few passes over
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +19,9 @@ from ._spec import Spec
 from .config import StatisticsConfig
 from .formula import Moments, Statistics
 
-_CHUNK = 2**18
+_CHUNK = 2**19
 """Values that are handled at a time: what one pass over them leaves in the cache, the next finds there."""
+_kept = threading.local()
 
 
 def train(
@@ -66,13 +68,11 @@ def _train(
 def statistics(moments: Moments, spec: Spec) -> Statistics:
     """Eqs 10-13 of the grouped form, of a mini-batch with these moments."""
     assert spec.groups is not None
-    mean, weight = moments.mean, moments.weight
-    if weight is None:
-        weight, inverse_m = torch.ones_like(mean[..., :1]), mean.new_full((), 1 / mean.shape[0])
+    if moments.weight is None:
+        inverse_m = moments.mean.new_full((), 1 / moments.mean.shape[0])
     else:
-        inverse_m = 1 / (weight > 0).sum(0).squeeze(-1).clamp(min=1).to(mean.dtype)
-    weighted = Moments(mean, moments.var, weight)
-    return Statistics(*formula.batch_statistics(torch, weighted), *feature_statistics(moments, spec.groups), inverse_m)
+        inverse_m = 1 / (moments.weight > 0).sum(0).squeeze(-1).clamp(min=1).to(moments.mean.dtype)
+    return Statistics(*formula.batch_statistics(torch, moments), *feature_statistics(moments, spec.groups), inverse_m)
 
 
 def feature_statistics(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
@@ -156,6 +156,7 @@ class _Rows:
         self.shape = (n, c, -1) if self.channels_first else (n, -1, c)
         self.over = 2 if self.channels_first else 1
         self.channel_dim = channel_dim
+        self.pairs = n, c
         self.x = self.view(x)
 
     def view(self, like: Tensor) -> Tensor:
@@ -172,38 +173,36 @@ class _Rows:
         shape = like.movedim(self.channel_dim, 1 if self.channels_first else -1).shape
         return y.view(shape).movedim(1 if self.channels_first else -1, self.channel_dim)
 
-    @property
-    def large(self) -> bool:
-        """Whether a sample is so large that it pays to call torch's batch norm for each."""
-        return self.x[0].numel() >= _CHUNK // 4
-
     def chunks(self) -> Iterator[slice]:
         """Ranges of samples that fit in the cache."""
         step = max(1, _CHUNK // max(1, self.x[0].numel()))
         return (slice(start, start + step) for start in range(0, len(self.x), step))
 
     def scratch(self) -> Iterator[tuple[slice, Tensor]]:
-        """Ranges of samples, with memory of their size that is the same each time."""
-        memory = None
+        """Ranges of samples, with memory of their shape.
+
+        A thread keeps its memory: fresh pages from the system would take longer than what is computed in them.
+        """
+        known: dict[torch.dtype, Tensor] = _kept.__dict__.setdefault("memory", {})
         for at in self.chunks():
-            memory = torch.empty_like(self.x[at]) if memory is None else memory
-            yield at, memory[: len(self.x[at])]
+            part = self.x[at]
+            memory = known.get(part.dtype)
+            if memory is None or memory.numel() < part.numel():
+                with torch.inference_mode(False):
+                    memory = torch.empty(part.numel(), dtype=part.dtype)
+                if part.numel() <= _CHUNK:
+                    known[part.dtype] = memory
+            yield at, memory[: part.numel()].view(part.shape)
 
 
 def _measure(rows: _Rows) -> tuple[Tensor, Tensor]:
     """Mean and variance over positions, ``(N, C)``."""
-    x = rows.x
-    if rows.channels_first:  # batch norm's statistics, of as many features as there are rows
-        mean, var = torch.batch_norm_update_stats(x.view(1, -1, x.shape[2]), None, None, 0.0)
-        return mean.view(x.shape[:2]), var.view(x.shape[:2])
-    if rows.large:
-        each = [torch.batch_norm_update_stats(sample, None, None, 0.0) for sample in x]
-        return torch.stack([mean for mean, _ in each]), torch.stack([var for _, var in each])
-    mean = x.mean(1)
-    var = torch.empty_like(mean)
+    mean, var = torch.empty((2, *rows.pairs), dtype=rows.x.dtype)
     for at, centred in rows.scratch():
-        torch.sub(x[at], mean[at, None], out=centred)
-        torch.mean(centred.square_(), 1, out=var[at])
+        part = rows.x[at]
+        torch.mean(part, rows.over, out=mean[at])
+        torch.sub(part, rows.beside(mean[at]), out=centred)
+        torch.mean(centred.square_(), rows.over, out=var[at])
     return mean, var
 
 
@@ -217,7 +216,7 @@ class _Train(torch.autograd.Function):
         rows = _Rows(x, channel_dim)
         mean, var = _measure(rows) if x.dim() > 2 else (x, torch.zeros_like(x))
         s = statistics(Moments(mean, var, None), spec)
-        a, b = formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec)
+        a, b = formula.coefficients(torch, _with_number(s, x), gamma, beta, x.shape[channel_dim], spec)
         y = torch.empty_like(x)  # no view of anything: what follows may change it in place
         seen = _affine(rows, rows.x, a, b, out=rows.view(y))
         if seen.data_ptr() != y.data_ptr():
@@ -237,16 +236,25 @@ class _Train(torch.autograd.Function):
         dy_rows = rows.view(dy)
         sums, dots = _sums(rows, dy_rows, mean)
         positions = math.prod(x.shape[1:]) // x.shape[channel_dim]
-        moments = Moments(mean, None, torch.full_like(mean[:, :1], positions))
-        scale = x.new_ones(()) if gamma is None else gamma
-        c1, c0, d_gamma, d_beta = formula.gradients(torch, Statistics(*saved), moments, sums, dots, scale, spec)
+        s = _with_number(Statistics(*saved), x)
+        moments = Moments(mean, None, positions)
+        c1, c0, d_gamma, d_beta = formula.gradients(torch, s, moments, sums, dots, gamma, spec)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(rows.x)
-            for at in rows.chunks():
-                _affine(rows, dy_rows[at], a[at], c0[at], out=dx[at]).addcmul_(rows.x[at], rows.beside(c1[at]))
+            for at, product in rows.scratch():
+                _affine(rows, rows.x[at], c1[at], c0[at], out=dx[at])
+                if rows.channels_first:  # where a row has one factor, addcmul takes three times as long
+                    dx[at].add_(torch.mul(dy_rows[at], rows.beside(a[at]), out=product))
+                else:
+                    dx[at].addcmul_(dy_rows[at], rows.beside(a[at]))
             dx = rows.restore(dx, x)
         return dx, None if gamma is None else d_gamma, None if beta is None else d_beta, None, None
+
+
+def _with_number(s: Statistics, x: Tensor) -> Statistics:
+    """The statistics with ``1/m`` as a number, which takes no operators."""
+    return s._replace(inverse_m=1 / x.shape[0])
 
 
 def _plain(x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec) -> Tensor:
@@ -275,17 +283,9 @@ def _sums(rows: _Rows, dy: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
             dy.view(shape), rows.x.view(shape), one, flat, one, flat, one, False, 0.0, [False, True, True]
         )
         return sums.view(mean.shape), dots.view(mean.shape)
-    if rows.large:
-        one = torch.ones_like(mean[0])
-        both = [
-            torch.ops.aten.native_batch_norm_backward.default(
-                g, v, one, u, one, u, one, False, 0.0, [False, True, True]
-            )
-            for g, v, u in zip(dy, rows.x, mean, strict=True)
-        ]
-        return torch.stack([sums for _, _, sums in both]), torch.stack([dots for _, dots, _ in both])
-    sums, dots = dy.sum(1), torch.empty_like(mean)
+    sums, dots = torch.empty((2, *rows.pairs), dtype=dy.dtype)
     for at, product in rows.scratch():
-        torch.sub(rows.x[at], mean[at, None], out=product)
-        torch.sum(product.mul_(dy[at]), 1, out=dots[at])
-    return sums, dots
+        torch.sum(dy[at], 1, out=sums[at])
+        torch.sum(torch.mul(rows.x[at], dy[at], out=product), 1, out=dots[at])
+    # No worse than x being rounded: only squares of large means cancel badly.
+    return sums, dots.addcmul_(mean, sums, value=-1)

@@ -169,7 +169,7 @@ class Moments(NamedTuple):
     mean: Any
     var: Any
     weight: Any
-    """How much a sample counts: its real positions, ``(N, ..., 1)``, or where none is hidden 1."""
+    """How much a sample counts: its real positions, ``(N, ..., 1)``; ``None`` where all count the same."""
 
 
 def spread(xp: Any, value: Any, d: int) -> Any:
@@ -181,10 +181,14 @@ def spread(xp: Any, value: Any, d: int) -> Any:
     return xp.reshape(tiled, (*_known(shape[:-1]), d))
 
 
-def _group_mean(xp: Any, value: Any, groups: int) -> Any:
-    """The mean over the features of each group, ``(..., groups)``."""
-    size = value.shape[-1] // groups
-    return xp.sum(xp.reshape(value, (*_known(value.shape[:-1]), groups, size)), axis=-1) / size
+def _by_group(xp: Any, value: Any, groups: int) -> Any:
+    """One value for each feature as ``(..., groups, d / groups)``, which meets ``(..., groups, 1)``."""
+    return xp.reshape(value, (*_known(value.shape[:-1]), groups, value.shape[-1] // groups))
+
+
+def _flat(xp: Any, value: Any) -> Any:
+    """``(..., groups, d / groups)`` as ``(..., d)``."""
+    return xp.reshape(value, (*_known(value.shape[:-2]), value.shape[-2] * value.shape[-1]))
 
 
 def _known(shape: Any) -> tuple[int, ...]:
@@ -194,14 +198,19 @@ def _known(shape: Any) -> tuple[int, ...]:
 
 def feature_statistics(xp: Any, moments: Moments, groups: int) -> tuple[Any, Any]:
     """Eqs 12, 13 over the features of a group and all positions: mean and biased variance, ``(N, ..., groups)``."""
-    mean = _group_mean(xp, moments.mean, groups)
-    centred = moments.mean - spread(xp, mean, moments.mean.shape[-1])
-    return mean, _group_mean(xp, moments.var + centred**2, groups)
+    means, variances = (_by_group(xp, value, groups) for value in (moments.mean, moments.var))
+    size = means.shape[-1]
+    mean = xp.sum(means, axis=-1) / size
+    return mean, xp.sum(variances + (means - mean[..., None]) ** 2, axis=-1) / size
 
 
 def batch_statistics(xp: Any, moments: Moments, total: Total = _own) -> tuple[Any, Any]:
     """Eqs 10, 11 over samples and positions: mean and biased variance, ``(..., d)``."""
-    return combine(xp, moments.weight, moments.mean, moments.weight * moments.var, total)
+    if moments.weight is not None:
+        return combine(xp, moments.weight, moments.mean, moments.weight * moments.var, total)
+    number = moments.mean.shape[0]
+    mean = xp.sum(moments.mean, axis=0) / number
+    return mean, xp.sum(moments.var + (moments.mean - mean) ** 2, axis=0) / number
 
 
 class Coefficients(NamedTuple):
@@ -213,15 +222,18 @@ class Coefficients(NamedTuple):
 
 def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Spec) -> Coefficients:
     """Eqs 14-17, or 22-25, sorted by ``x``."""
+    assert spec.groups is not None
     w_B, w_F = weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
     slope_B = w_B / (s.batch_var + spec.eps) ** 0.5
     slope_F = w_F / (s.feature_var + spec.eps) ** 0.5
-    offset_F = spread(xp, slope_F * s.feature_mean, d)
-    a = slope_B + spread(xp, slope_F, d)
-    b = -(slope_B * s.batch_mean + offset_F)
+    offset_B, offset_F = slope_B * s.batch_mean, slope_F * s.feature_mean
+    a, b = (
+        _flat(xp, _by_group(xp, of_batch, spec.groups) + of_features[..., None])
+        for of_batch, of_features in ((slope_B, slope_F), (offset_B, offset_F))
+    )
     if gamma is not None:
         a, b = gamma * a, gamma * b
-    return Coefficients(a, b if beta is None else b + beta)
+    return Coefficients(a, -b if beta is None else beta - b)
 
 
 class Gradients(NamedTuple):
@@ -239,30 +251,39 @@ def gradients(xp: Any, s: Statistics, moments: Moments, sums: Any, dots: Any, ga
     Args:
         xp: The library.
         s: The statistics of the mini-batch.
-        moments: Their origin, with ``weight`` the number of positions.
+        moments: Their origin, with ``weight`` the number of positions: of each sample, or a number for all.
         sums: ``dy`` summed over positions, ``(N, d)``.
         dots: ``dy * (x - mean)`` summed over positions, the mean being that of ``moments``.
-        gamma: The scale, or 1.
+        gamma: The scale, or ``None``.
         spec: The options.
     """
-    d, groups = moments.mean.shape[-1], s.feature_mean.shape[-1]
+    assert spec.groups is not None
+    d, positions = moments.mean.shape[-1], moments.weight
     w_B, w_F = weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
-    r_B, r_F = (s.batch_var + spec.eps) ** -0.5, (s.feature_var + spec.eps) ** -0.5
-    mean_F = spread(xp, s.feature_mean, d)
-    x_B = r_B * (dots + (moments.mean - s.batch_mean) * sums)  # dy * x_B, summed over positions
-    x_F = spread(xp, r_F, d) * (dots + (moments.mean - mean_F) * sums)
-    entries = moments.weight * (d // groups)  # behind each feature statistic
-    number = xp.sum(moments.weight, axis=0)  # behind each batch statistic
-    total, total_B = xp.sum(sums, axis=0), xp.sum(x_B, axis=0)
+    r_B, r_F = (s.batch_var + spec.eps) ** -0.5, ((s.feature_var + spec.eps) ** -0.5)[..., None]
+    means, g_sums, g_dots = (_by_group(xp, value, spec.groups) for value in (moments.mean, sums, dots))
+    mean_F = s.feature_mean[..., None]
+    x_B = r_B * xp.sum(dots + (moments.mean - s.batch_mean) * sums, axis=0)  # dy * x_B, summed over all
+    x_F = r_F * (g_dots + (means - mean_F) * g_sums)  # dy * x_F, summed over positions
+    total = xp.sum(sums, axis=0)
+    d_gamma = w_B * x_B + _flat(xp, xp.sum(w_F * x_F, axis=0))
+    scale = 1.0
+    if gamma is not None:
+        scale, by_group = gamma, _by_group(xp, gamma, spec.groups)
+        g_sums, x_F = by_group * g_sums, by_group * x_F
+    # Entries behind each batch statistic and, up to the size of a group, behind each feature statistic.
+    uniform = isinstance(positions, int | float)
+    entries_B = positions * moments.mean.shape[0] if uniform else xp.sum(positions, axis=0)
+    entries_F = (positions if uniform else positions[..., None]) * (d // spec.groups)
     # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
-    scale_B = w_B * gamma * r_B / number
-    slope_B = scale_B * total_B * r_B
-    scale_F = w_F * r_F / entries
-    slope_F = spread(xp, scale_F * _group_mean(xp, gamma * x_F, groups) * (d // groups) * r_F, d)
-    offset_F = spread(xp, scale_F * _group_mean(xp, gamma * sums, groups) * (d // groups), d)
+    scale_B, scale_F = w_B * scale * r_B / entries_B, w_F * r_F / entries_F
+    slope_B = scale_B * x_B * r_B
+    slope_F = scale_F * xp.sum(x_F, axis=-1, keepdims=True) * r_F
+    offset_B = slope_B * s.batch_mean - scale_B * total
+    offset_F = slope_F * mean_F - scale_F * xp.sum(g_sums, axis=-1, keepdims=True)
     return Gradients(
-        -(slope_B + slope_F),
-        slope_B * s.batch_mean - scale_B * total + (slope_F * mean_F - offset_F),
-        w_B * total_B + xp.sum(w_F * x_F, axis=0),
+        -_flat(xp, _by_group(xp, slope_B, spec.groups) + slope_F),
+        _flat(xp, _by_group(xp, offset_B, spec.groups) + offset_F),
+        d_gamma,
         total,
     )

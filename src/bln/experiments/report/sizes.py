@@ -13,7 +13,7 @@ from ..sizes import study
 from ..sizes.training import TASKS, Task
 from . import figures
 from .markup import Html, badge, document, figure, join, table, tag
-from .statistics import Estimate, mean_interval, number, paired_interval, seeds_to_decide
+from .statistics import Estimate, mean_interval, number, paired_interval, seeds_in_words, seeds_to_decide
 from .style import Plot, look
 from .summary import Summary
 
@@ -149,7 +149,7 @@ class Standing:
 
     def needed(self) -> str:
         """What would decide."""
-        return f"about {self.seeds} seeds would decide" if self.seeds else "more seeds than 1,000 would be needed"
+        return seeds_in_words(self.seeds) if self.difference.n > 1 else "one seed has no spread"
 
 
 def standings(results: Results) -> list[Standing]:

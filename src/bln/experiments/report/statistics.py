@@ -102,13 +102,22 @@ def seeds_to_decide(values: Sequence[float], margin: float = 0.0) -> int | None:
     if len(values) < 2:
         return None
     mean, deviation = abs(float(np.mean(values))), float(np.std(values, ddof=1))
-    n = np.arange(len(values), _MOST_SEEDS + 1)
+    n = np.arange(len(values) + 1, _MOST_SEEDS + 1)
     half = scipy.stats.t.ppf((1 + LEVEL) / 2, n - 1) * deviation / np.sqrt(n)
     decides = (half < mean) | (mean + half < margin)
     return int(n[decides][0]) if decides.any() else None
 
 
 _MOST_SEEDS = 1_000
+
+
+def seeds_in_words(seeds: int | None) -> str:
+    """What :func:`seeds_to_decide` has found.
+
+    >>> seeds_in_words(58), seeds_in_words(None)
+    ('about 58 seeds would decide', 'more than 1,000 seeds would be needed')
+    """
+    return f"about {seeds} seeds would decide" if seeds else f"more than {_MOST_SEEDS:,} seeds would be needed"
 
 
 class Agreement(NamedTuple):
@@ -128,6 +137,19 @@ def agreement(ours: Sequence[float], theirs: Sequence[float]) -> Agreement:
     return Agreement(
         float(scipy.stats.spearmanr(a, b).statistic), float(scipy.stats.kendalltau(a, b).statistic), len(pairs)
     )
+
+
+def runs_to_decide(hits: int, n: int) -> int | None:
+    """How many runs would tell a share from one half, if it stays as it is; ``None`` beyond 1,000.
+
+    >>> runs_to_decide(6, 10), runs_to_decide(5, 10)
+    (93, None)
+    """
+    share = hits / n
+    if share == 0.5:
+        return None
+    needed = math.ceil(scipy.stats.norm.ppf((1 + LEVEL) / 2) ** 2 * share * (1 - share) / (share - 0.5) ** 2)
+    return max(n + 1, needed) if needed <= _MOST_SEEDS else None
 
 
 def share_interval(hits: int, n: int) -> Estimate:

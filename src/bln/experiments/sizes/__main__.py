@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from . import study
+from .training import TASKS
 
 
 def main() -> None:
     """Train, and write the table of runs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--task", default="resnet20", choices=list(study.TASKS))
+    parser.add_argument("--task", default="resnet20", choices=list(TASKS))
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("results/resnet"))
     parser.add_argument("--batch-size", type=int, nargs="*")

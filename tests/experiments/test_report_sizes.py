@@ -9,19 +9,9 @@ from bln.cli import main
 from bln.experiments.report import sizes
 from bln.experiments.report.statistics import seeds_to_decide
 from bln.experiments.sizes import study
+from report_runs import by_size
 
 NORMS = ("bn", "gn", "ln", "batchrenorm", "bln", "bln-grouped", "bln-g1")
-
-
-def row(norm, size, seed, accuracy, rate=0.003, validation=0.9, **more):
-    curve = [0.5, validation]
-    curves = dict.fromkeys(("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"), curve)
-    return {
-        "task": "resnet20", "norm": norm, "batch_size": size, "learning_rate": rate, "seed": seed, "images": 100,
-        "epochs": 2, "status": "finished", "curves": curves, "test": {"loss": 1.0, "accuracy": accuracy},
-        "hours": 0.01, "memory_mib": 12.5, "together": 1, "commit": "0123abcd", "device": "a machine",
-        "versions": {"bln": "0.1.0", "torch": "2", "python": "3"}, "ended": "2025-01-31T12:00:00+00:00", **more,
-    }  # fmt: skip
 
 
 def table(path, levels, seeds=5, spread=0.001, batch_sizes=(1, 4)):
@@ -32,7 +22,7 @@ def table(path, levels, seeds=5, spread=0.001, batch_sizes=(1, 4)):
         for at, size in enumerate(batch_sizes):
             accuracy = level[at] if isinstance(level, tuple) else level
             own = noise if norm.startswith("bln") else -noise
-            rows += [row(norm, size, seed, float(accuracy + own[seed])) for seed in range(seeds)]
+            rows += [by_size(norm, size, seed, float(accuracy + own[seed])) for seed in range(seeds)]
     path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
     (found,) = sizes.read(path)
     return found
@@ -95,7 +85,7 @@ def test_so_many_seeds_do_decide(mean, margin):
 
 def test_the_learning_rate_is_chosen_on_validation_data_and_said(tmp_path):
     rows = [
-        row("gn", 4, seed, accuracy, rate, validation)
+        by_size("gn", 4, seed, accuracy, rate, validation)
         for seed in range(3)
         for rate, accuracy, validation in ((0.001, 0.9, 0.5), (0.003, 0.8, 0.7), (0.01, 0.6, 0.6))
     ]

@@ -154,7 +154,7 @@ def test_the_page_about_choosing_says_what_the_runs_at_every_batch_size_say(meas
     (folder / "figures" / "resnet20-accuracy.png").touch()
     text = measured.fill("<!-- measured: variants -->", tmp_path / "docs")
     assert "| BLN grouped (`bln-grouped`) | 0.701 ± 0.002 | 0.701 ± 0.002 |" in text
-    assert "every batch size holds here: at batch 1 it is ahead of GroupNorm (+10.0 [" in text
+    assert "every batch size holds here: it is ahead of GroupNorm at batch 1 (+10.0 [" in text
     assert "| `gn` | 0.003 | 0.003 |" in text
     assert "`bln-grouped` has the highest validation accuracy, mean over batch sizes: 0.700" in text
     assert re.findall(r"\(results/resnet/figures/(.*)\)", text) == ["resnet20-accuracy.png"]

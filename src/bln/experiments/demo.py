@@ -6,7 +6,7 @@ from .sizes import study
 
 NORMS = ("bn", "gn", "bln-grouped", "bln")
 BATCH_SIZES = (1, 4, 25)
-SEEDS, TRIED_ON = 10, 3
+SEEDS, TRIED_ON = 8, 2
 """Of each norm and batch size; and how many of them each learning rate is tried on."""
 
 

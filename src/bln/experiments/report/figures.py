@@ -316,14 +316,15 @@ def sizes_of(points: Points) -> list[int]:
     return sorted({size for each in points.values() for size in each})
 
 
-def batch_sizes(name: str, caption: str, points: Points) -> Plot:
-    """Test accuracy against batch size, one line for each norm."""
+def batch_sizes(name: str, caption: str, points: Points, called: Mapping[str, str] | None = None) -> Plot:
+    """Test accuracy against batch size, one line for each norm, called by these names or as everywhere."""
     sizes, told = sizes_of(points), []
     with styled():
         figure = Figure(figsize=(7, 4.3))
         axes = figure.add_subplot()
         for at, (norm, found) in enumerate(points.items()):
             style = look(norm)
+            style = style._replace(name=(called or {}).get(norm, style.name))
             known = {size: estimate for size, estimate in sorted(found.items()) if estimate.n}
             shift = 1.03 ** (at - (len(points) - 1) / 2)  # error bars beside each other
             error = [

@@ -145,7 +145,7 @@ class Standing:
         by = f"{self.difference.times(100).text(signed=True, digits=1)} points"
         words = {"ahead": "ahead of", "level": "level with", "behind": "behind", "undecided": "undecided against"}
         more = f"; {self.needed()}" if self.verdict == "undecided" else ""
-        return f"{words[self.verdict]} {name(self.rival)} ({by}{more})"
+        return f"{words[self.verdict]} {name(self.rival)} at batch {self.size} ({by}{more})"
 
     def needed(self) -> str:
         """What would decide."""
@@ -207,8 +207,8 @@ def sentences(results: Results) -> tuple[str, str]:
     if not found:
         return first, f"That {claim(results)} cannot be judged yet."
     word = {"holds": "holds here", "does not hold": "does not hold here", "undecided": "is undecided here"}
-    details = "; ".join(f"at batch {each.size} it is {each.text()}" for each in found)
-    return first, f"That {claim(results)} {word[verdict(found)]}: {details}."
+    details = "; ".join(each.text() for each in found)
+    return first, f"That {claim(results)} {word[verdict(found)]}: it is {details}."
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -301,7 +301,7 @@ def pictures(results: Results) -> list[Plot]:
     prefix, seeds = results.task, "95 % t intervals over seeds."
     main = [norm for norm in results.norms if norm == OURS or not norm.startswith("bln-g")]
     caption = f"Test accuracy against batch size. {seeds} Learning rates were chosen on validation data."
-    found = [figures.batch_sizes(f"{prefix}-accuracy", caption, results.points(main))]
+    found = [figures.batch_sizes(f"{prefix}-accuracy", caption, results.points(main), NAMES)]
     if stands := [each for each in standings(results) if each.difference.n]:
         caption = (
             "BLN grouped minus the best other norm, which stands above, in points of test accuracy; 95 % intervals of "
@@ -312,7 +312,7 @@ def pictures(results: Results) -> list[Plot]:
     grouped = [norm for norm in results.norms if norm.startswith("bln-g")]
     if len(grouped) > 1:
         caption = f"BLN grouped by its number of groups; the recommended form has eight. {seeds}"
-        found.append(figures.batch_sizes(f"{prefix}-groups", caption, results.points(grouped)))
+        found.append(figures.batch_sizes(f"{prefix}-groups", caption, results.points(grouped), NAMES))
     return found
 
 

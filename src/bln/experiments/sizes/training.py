@@ -83,7 +83,7 @@ class Task:
 
 TASKS = {
     "resnet20": Task(cifar10, 3, (16, 32, 64), 3, 4, True, 20_000, 2_000, 5, 0.004),
-    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 1_079, 359, 3, 0.015),
+    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 1_079, 359, 3, 0.025),
 }
 CLASSES = 10
 _TEST_BATCH = 250

@@ -37,7 +37,7 @@ test-browser: $(READY)  ## the report and the site in a headless Chromium; BLN_B
 test-gpu: $(READY)  ## training as CUDA graphs, several seeds together; needs a GPU
 	$(BIN)/python -m pytest -n 0 --confcutdir tests/gpu tests/gpu
 
-demo: $(DEMO)  ## BLN beside BN and LN on handwritten digits
+demo: $(DEMO)  ## BLN beside BatchNorm and GroupNorm on handwritten digits
 	$(BIN)/bln demo
 
 check: $(READY)  ## formatting, lint, types

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bln.experiments.report import shift
+from bln.experiments.report import shift, sizes
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, Measure, difference, ended
 from bln.experiments.report.figures import data
 from bln.experiments.report.overview import TITLES, chosen
@@ -38,7 +38,7 @@ def fill(markdown: str, docs: Path) -> str:
     makers: dict[str, Callable[[Path], Iterable[str]]] = {
         "gallery": lambda docs: gallery(_summary(docs), docs / "results" / "figures"),
         "configurations": lambda docs: configurations(_summary(docs)),
-        "variants": lambda docs: variants(_summary(docs), docs / "results" / "figures"),
+        "variants": lambda docs: by_size(docs) or variants(_summary(docs), docs / "results" / "figures"),
         "arrivals": lambda docs: arrivals(_search(docs)),
         "calibration": lambda docs: calibration(_search(docs)),
         "kernels": lambda docs: kernels(_timings(docs)),
@@ -483,6 +483,38 @@ def _change(row: Mapping[str, Any]) -> str:
 
 
 # ---- which variant
+
+
+def by_size(docs: Path) -> list[str]:
+    """ResNet-20: accuracy by norm and batch size, the claim and its verdict; nothing where it has not been run."""
+    parts = []
+    for results in sizes.read(docs / "results" / "resnet" / "runs.jsonl"):
+        parts += sizes.sentences(results)
+        rows = [
+            [f"{sizes.name(norm)} (`{norm}`)", *(results.estimate(norm, size).plus_minus() for size in results.sizes)]
+            for norm in results.norms
+        ]
+        parts.append(_table(["test accuracy", *(f"batch {size}" for size in results.sizes)], rows))
+        rates = [
+            [
+                f"`{norm}`",
+                *(f"{results.rate(norm, size):g}" if results.chosen(norm, size) else "" for size in results.sizes),
+            ]
+            for norm in results.norms
+        ]
+        parts += ["Learning rates, chosen on validation data:"]
+        parts.append(_table(["", *(f"batch {size}" for size in results.sizes)], rates))
+        if means := sizes.groups(results):
+            best, accuracy = next(iter(means.items()))
+            parts.append(
+                f"Of the numbers of groups, `{best}` has the highest validation accuracy, mean over batch sizes: "
+                f"{number(accuracy)}; `{sizes.OURS}`, the recommended one, has {number(means[sizes.OURS])}."
+            )
+        for plot in ("accuracy", "differences", "groups"):
+            path = f"results/resnet/figures/{results.task}-{plot}.png"
+            if (docs / path).exists():
+                parts.append(f"![Test accuracy against batch size: {plot}]({path})")
+    return parts
 
 
 def variants(summary: Summary, figures: Path) -> Iterator[str]:

@@ -45,6 +45,18 @@ def run(
     }  # fmt: skip
 
 
+def by_size(norm, size, seed, accuracy, rate=0.003, validation=0.9, **more):
+    """A finished run of the study of batch sizes, as its table has it."""
+    curve = [0.5, validation]
+    curves = dict.fromkeys(("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"), curve)
+    return {
+        "task": "resnet20", "norm": norm, "batch_size": size, "learning_rate": rate, "seed": seed, "images": 100,
+        "epochs": 2, "status": "finished", "curves": curves, "test": {"loss": 1.0, "accuracy": accuracy},
+        "hours": 0.01, "memory_mib": 12.5, "together": 1, "commit": "0123abcd", "device": "a machine",
+        "versions": {"bln": "0.1.0", "torch": "2", "python": "3"}, "ended": "2025-01-31T12:00:00+00:00", **more,
+    }  # fmt: skip
+
+
 def like_authors(rng, seeds=5, noise=0.02, **only):
     """The authors' runs with noise on every figure, once for each seed; ``only`` selects, e.g. ``task="cnn"``."""
     runs = []

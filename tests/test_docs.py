@@ -17,7 +17,7 @@ import pytest
 
 from bln.experiments import report
 from bln.experiments.report.summary import read
-from report_runs import everything, run, summary
+from report_runs import by_size, everything, run, summary
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"frameworks.md", "distributed.md"}  # tests/integrations and tests/distributed run them
@@ -137,6 +137,27 @@ def test_the_page_about_choosing_says_what_the_summary_says(measured, full):
             assert ("**" in column[at]) == (accuracy == max(accuracies.values()))
     assert "(results/figures/resnet-clean-16pct.png)" in text
     assert "Of the variants of BLN the best is `bln" in text
+
+
+def test_the_page_about_choosing_says_what_the_runs_at_every_batch_size_say(measured, full, tmp_path):
+    shutil.copytree(full, tmp_path / "docs")
+    levels = {"gn": 0.6, "bn": 0.5, "bln-grouped": 0.7, "bln-g1": 0.65}
+    rows = [
+        by_size(norm, size, seed, level + 0.001 * seed, validation=level)
+        for norm, level in levels.items()
+        for size in (1, 8)
+        for seed in range(3)
+    ]
+    folder = tmp_path / "docs" / "results" / "resnet"
+    (folder / "figures").mkdir(parents=True)
+    (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "figures" / "resnet20-accuracy.png").touch()
+    text = measured.fill("<!-- measured: variants -->", tmp_path / "docs")
+    assert "| BLN grouped (`bln-grouped`) | 0.701 ± 0.002 | 0.701 ± 0.002 |" in text
+    assert "every batch size holds here: it is ahead of GroupNorm at batch 1 (+10.0 [" in text
+    assert "| `gn` | 0.003 | 0.003 |" in text
+    assert "`bln-grouped` has the highest validation accuracy, mean over batch sizes: 0.700" in text
+    assert re.findall(r"\(results/resnet/figures/(.*)\)", text) == ["resnet20-accuracy.png"]
 
 
 def test_the_page_about_performance_says_which_goals_are_reached(measured, tmp_path):

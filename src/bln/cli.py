@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .experiments.runs import RunError
 
     given = _spread(arguments)
-    if given[:2] == ["reproduce", "shift"]:  # a command by itself, with options of its own
-        given[:2] = ["reproduce shift"]
+    if given[:1] == ["reproduce"] and given[1:2] in (["shift"], ["resnet"]):  # commands with options of their own
+        given[:2] = [" ".join(given[:2])]
     try:
         app(given, prog_name="bln")
     except (ValueError, RunError) as error:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_sets import write_cifar
 
-from bln.experiments import data, words
+from bln.experiments import data, packed, words
 from bln.experiments.data import DataError
 
 
@@ -350,3 +350,25 @@ def test_digits_of_the_parts_are_the_whole():
     ours = torch.cat(data.digits()[::2]).flatten(1)
     theirs = torch.from_numpy(whole.images / 16).float().flatten(1)
     assert sorted(map(tuple, ours.tolist())) == sorted(map(tuple, theirs.tolist()))
+
+
+def test_packed_images_are_the_same_images(tmp_path):
+    random = np.random.default_rng(0)
+    smooth = random.integers(0, 256, (7, 3, 32, 1)) + np.arange(32)  # wraps around
+    images = torch.from_numpy(np.concatenate([smooth, random.integers(0, 256, (5, 3, 32, 32))]).astype(np.uint8))
+    labels = torch.arange(12) % 10
+    whole = data.CIFAR(images[:8], labels[:8], images[8:], labels[8:])
+    path = tmp_path / "packed"
+    packed.write(whole, path, 6)
+    found = packed.read(path)
+    assert torch.equal(found.train_images, images[:6])
+    assert torch.equal(found.test_images, images[8:])
+    assert found.train_labels.tolist() == labels[:6].tolist()
+    assert found.test_labels.tolist() == labels[8:].tolist()
+    with pytest.raises(ValueError, match="expected 1 to 8 training images, got 9"):
+        packed.write(whole, path, 9)
+    content = bytearray(path.read_bytes())
+    for spoiled in (content[:-9], content[: len(content) // 2], b"else" + content):
+        path.write_bytes(spoiled)
+        with pytest.raises(data.DataError, match="is not a file of packed images"):
+            packed.read(path)

@@ -1,6 +1,7 @@
 """Verdicts follow the figures."""
 
 import math
+import re
 
 import pytest
 
@@ -180,3 +181,16 @@ def test_mixed_parts_are_in_part(rng):
     undecided = judge(read(summary([])))[0]
     assert overall([yes, no]) == overall([yes, no, undecided]) == "in part"
     assert overall([yes, undecided]) == overall([no, undecided]) == "undecided"
+
+
+def test_what_is_undecided_says_how_many_seeds_would_decide(rng):
+    """Means that differ by less than their seeds do."""
+    near = [run(rng, "cnn", norm, level=0.0, seed=seed) for norm in ("bln", "bn", "ln") for seed in range(4)]
+    for one in near:
+        one["test"]["accuracy"] = 0.6 + 0.02 * rng.normal()
+    parts = [part for part in judge(read(summary(near))) if part.verdict is Verdict.UNDECIDED and part.figure]
+    assert len(parts) > 4
+    for part in parts:
+        assert re.search(r"(about \d+|more than 1,000) (seeds|runs) would", part.note), part
+    few = [one for one in near if one["seed"] < 2]
+    assert not any("would" in part.note for part in judge(read(summary(few))) if part.claim < 5)

@@ -7,11 +7,11 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -19,14 +19,17 @@ from rich.text import Text
 
 from .. import __version__
 from .._convert_check import check, load
+from . import data as datasets
 from . import demo as demonstration
-from . import download, runs
+from . import download, packed, runs
 from . import report as reports
 from . import reproduce as sweep
 from .remaining import TimeLeft
 from .report import shift as shift_report
+from .report import sizes as sizes_report
 from .runs import Settings
 from .shift import study as shifts
+from .sizes import study
 
 app = typer.Typer(
     help="Batch Layer Normalization: a demonstration, and the paper's experiments.",
@@ -69,19 +72,16 @@ def demo(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many; the demonstration's own if not said.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Train BLN, BN and LN on handwritten digits at batch 1 and 25, search the 16 configurations, report."""
-    settings = demonstration.settings()
-    if seeds is not None:
-        settings = list(dict.fromkeys(replace(each, seed=seed) for each in settings for seed in range(seeds)))
+    """Train BatchNorm, GroupNorm and BLN on handwritten digits at batch 1, 4 and 25, and say which is better."""
     if workers is None:
         workers = os.cpu_count() or 1 if sweep.device(device).type == "cpu" else 1
-    _run(settings, out, Path(), device, workers)
+    _run_sizes(demonstration.cells(seeds), out, Path(), device, workers)
 
 
 @app.command()
 def reproduce(
     what: Annotated[
-        str, typer.Argument(help="cnn, rnn, all (both), or resnet; `bln reproduce shift --help` for corrupted images.")
+        str, typer.Argument(help="cnn, rnn or all; `bln reproduce resnet --help` and `shift --help` for the others.")
     ],
     data_dir: DataDir = Path("data"),
     out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("results"),
@@ -98,10 +98,10 @@ def reproduce(
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster; without one it starts here.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Fewer than the protocol's, for a try.")] = None,
 ) -> None:
-    """Run the paper's experiments; the same command continues where it was stopped. ``reproduce shift`` is its own."""
-    if what == "shift":
-        raise ValueError("`bln reproduce shift` has options of its own; write them behind it")
-    if what not in ("cnn", "rnn", "all", "resnet"):
+    """Run the paper's experiments; the same command continues where it was stopped."""
+    if what in ("resnet", "shift"):
+        raise ValueError(f"`bln reproduce {what}` has options of its own; write them behind it")
+    if what not in ("cnn", "rnn", "all"):
         raise ValueError(f"expected cnn, rnn, all or resnet, got {what!r}")
     settings = sweep.plan(
         ("cnn", "rnn") if what == "all" else (what,),
@@ -134,17 +134,43 @@ def shift(
     _report_shift(path, out)
 
 
+@app.command("reproduce resnet")
+def resnet(
+    data_dir: DataDir = Path("data"),
+    out: Annotated[Path, typer.Option(help="Where the table of runs and the report go.")] = Path("results/resnet"),
+    batch_size: Annotated[list[int] | None, typer.Option(help="One or more, as in 1 4 32; 1 to 128 if not said.")] = (
+        None
+    ),
+    norms: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(study.NORMS)}; all if not said.")] = None,
+    seeds: Annotated[int, typer.Option(help="How many; at batch size 1 at most three.")] = study.SEEDS,
+    images: Annotated[int | None, typer.Option(help="To train on.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Over these images.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    workers: Workers = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and stop.")] = False,
+) -> None:
+    """Train ResNet-20 on CIFAR-10 with every norm at every batch size; the same command continues where it was stopped.
+
+    Learning rates are chosen for each norm and batch size on validation data. On a GPU all runs of a norm and batch
+    size are one net, and several nets train side by side.
+    """
+    cells = study.plan("resnet20", norms=norms, batch_sizes=batch_size, seeds=seeds, images=images, epochs=epochs)
+    _run_sizes(cells, out, data_dir, device, workers, dry_run)
+
+
 @app.command()
 def report(
-    summary: Annotated[Path, typer.Argument(help="A summary.json, a shift.jsonl, or the folder it is in.")],
+    summary: Annotated[Path, typer.Argument(help="A summary.json, runs.jsonl or shift.jsonl, or its folder.")],
     out: Annotated[Path | None, typer.Option(help="Where the report goes; beside the summary if not said.")] = None,
 ) -> None:
-    """Write a report and its figures again: report.html from a summary.json, shift.md from a shift.jsonl."""
-    path = summary / "summary.json" if summary.is_dir() else summary
-    if (summary / "shift.jsonl").exists() and not path.exists():
-        path = summary / "shift.jsonl"
+    """Write a report and its figures again, from what a command has written."""
+    path = summary
+    if summary.is_dir():
+        known = [summary / name for name in ("runs.jsonl", "shift.jsonl", "summary.json")]
+        path = next((each for each in known if each.exists()), known[-1])
     if path.suffix == ".jsonl":
-        _report_shift(path, out or path.parent)
+        write = _report_shift if path.name == "shift.jsonl" else _report_sizes
+        write(path, out or path.parent)
         return
     try:
         found = json.loads(path.read_bytes())
@@ -179,6 +205,17 @@ def get(
 ) -> None:
     """Download a data set from its publisher, check it and unpack it."""
     download.get(name, data_dir, url=url)
+
+
+@data.command()
+def pack(
+    to: Annotated[Path, typer.Argument(help="The file to write; pass it as --data-dir to bln reproduce resnet.")],
+    data_dir: DataDir = Path("data"),
+    train: Annotated[int, typer.Option(help="Training images; all test images go with them.")] = 22_000,
+) -> None:
+    """Pack CIFAR-10, or a part of it, into one small file, for machines it has to be carried to."""
+    packed.write(datasets.cifar10(data_dir), to, train)
+    Console().print(f"written: {to}, {to.stat().st_size / 2**20:.1f} MiB", soft_wrap=True)
 
 
 def _run(
@@ -221,6 +258,31 @@ def _report_shift(path: Path, out: Path) -> None:
     console = Console()
     console.print(shift_report.table(results))
     console.print(f"report: {shift_report.write(results, out)}", soft_wrap=True)
+
+
+def _run_sizes(
+    cells: list[study.Cell], out: Path, data_dir: Path, device: str, workers: int, dry_run: bool = False
+) -> None:
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    chosen = sweep.device(device)
+    runs.claim(out)
+    if chosen.type == "cpu":
+        torch.set_num_threads(study.threads(workers))
+    Console().print(study.estimate(cells, out, data_dir, chosen, workers).text(), soft_wrap=True)
+    if dry_run:
+        return
+    alike = [Settings(each.task, each.norm, each.batch_size, each.images, 0, "clean", each.epochs) for each in cells]
+    with _resumable(TimeLeft(alike), len(cells), "cells") as progress:
+        path = study.study(cells, out, data_dir, device=chosen, workers=workers, progress=progress)
+    _report_sizes(path, out)
+
+
+def _report_sizes(path: Path, out: Path) -> None:
+    found, console = sizes_report.read(path), Console()
+    page = sizes_report.write(found, out)
+    console.print(sizes_report.lines(found))
+    console.print(f"report: {page}", soft_wrap=True)
 
 
 @contextmanager

@@ -163,14 +163,27 @@ def _bln(
     channel_dim: int,
     *,
     kind: type[BatchLayerNorm] = BatchLayerNorm,
-    per_position: bool = True,
     dim_scale: bool = True,
 ) -> nn.Module:
     """BLN with the authors' epsilons; population statistics are averaged over an epoch."""
     return kind(
-        features, channel_dim=channel_dim, per_position=per_position, dim_scale=dim_scale,
+        features, channel_dim=channel_dim, dim_scale=dim_scale,
         eps=1e-3, mix_eps=1e-4, momentum=None,
     )  # fmt: skip
+
+
+GROUPS = {"bln-grouped": 8, "bln-g1": 1, "bln-g4": 4, "bln-g16": 16, "bln-gC": None}
+"""Groups of features of BLN's grouped form, by name; ``None`` is a group for each feature. Eight are recommended."""
+
+
+def groups_of(name: str, features: int) -> int:
+    """The number of groups of so many features."""
+    groups = GROUPS[name]
+    return features if groups is None else math.gcd(groups, features)
+
+
+def _grouped(name: str, features: int, channel_dim: int) -> nn.Module:
+    return BatchLayerNorm(features, groups=groups_of(name, features), channel_dim=channel_dim, eps=1e-3, momentum=None)
 
 
 def _second(make: Callable[[int], nn.Module]) -> Norm:
@@ -194,11 +207,7 @@ NORMS: dict[str, Norm] = {
     "rms": _last(partial(nn.RMSNorm, eps=1e-3)),
     "batchrenorm": _second(BatchRenorm),
     "none": lambda features, channel_dim: nn.Identity(),
-    "bln-grouped": lambda features, channel_dim: BatchLayerNorm(
-        features, groups=math.gcd(8, features), channel_dim=channel_dim, eps=1e-3, momentum=None
-    ),
+    **{name: partial(_grouped, name) for name in GROUPS},
     "bln-no-scale": partial(_bln, dim_scale=False),
     "bln-half": partial(_bln, kind=EqualWeights),
-    "bln-shared": partial(_bln, per_position=False),
-    "bln-shared-no-scale": partial(_bln, per_position=False, dim_scale=False),
 }

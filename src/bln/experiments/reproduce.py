@@ -24,13 +24,9 @@ from .runs import RunError, RunFolder, Settings
 from .tasks import TASKS
 from .training import train_together
 
-BATCH_SIZES = {"cnn": (1, 25), "rnn": (1, 25), "resnet": (1, 2, 4, 8, 32)}
-FRACTIONS = {"cnn": (0.2, 1.0), "rnn": (0.2, 1.0), "resnet": (0.2,)}
-NORMS = {
-    "cnn": ("bln", "bn", "ln"),
-    "rnn": ("bln", "bn", "ln"),
-    "resnet": ("bln", "bln-shared", "bln-shared-no-scale", "bn", "gn", "ln", "batchrenorm"),
-}
+BATCH_SIZES = (1, 25)
+FRACTIONS = (0.2, 1.0)
+NORMS = ("bln", "bn", "ln")
 PROTOCOLS = ("paper", "clean")
 
 
@@ -64,11 +60,11 @@ def plan(
         if task not in TASKS:
             raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
         combinations = itertools.product(
-            fractions or FRACTIONS[task], batch_sizes or BATCH_SIZES[task], norms or NORMS[task], range(seeds)
+            fractions or FRACTIONS, batch_sizes or BATCH_SIZES, norms or NORMS, range(seeds)
         )
         for fraction, size, name, seed in combinations:
             given = fractions is not None and batch_sizes is not None
-            if fraction == 1 and size != 25 and task != "resnet" and not given:
+            if fraction == 1 and size != 25 and not given:
                 continue
             found.append(Settings(task, name, size, fraction, seed, protocol, epochs or TASKS[task].epochs))
     return found

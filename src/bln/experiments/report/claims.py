@@ -14,7 +14,7 @@ from enum import Enum
 from itertools import pairwise
 
 from .compare import MEASURES, TEST_ACCURACY, TEST_LOSS, TRAIN_ACCURACY, TRAIN_LOSS, Measure, ended, pairs
-from .statistics import Estimate, paired_interval, share_interval
+from .statistics import Estimate, paired_interval, runs_to_decide, seeds_in_words, seeds_to_decide, share_interval
 from .summary import CONFIGURATIONS, Run, Setting, Summary
 
 TOLERANCE = 0.05
@@ -33,6 +33,7 @@ RULES = (
     "Each part is put as a difference, paired by seed, that the paper says lies on one side of 0. It is reproduced "
     "when the 95 % interval of the mean lies on that side, not reproduced when it lies on the other, and undecided "
     "when it contains 0 or when a run is missing.",
+    "What is undecided says how many seeds would decide, if mean and spread stay as they are.",
     "The interval is the wider of the paired bootstrap and the t interval: a bootstrap of few seeds is too narrow.",
     f"With fewer than {FEW} seeds there is no useful interval. One is assumed, and the verdict marked: "
     f"± {FEW_ACCURACY} for an accuracy, ± {FEW_LOSS:.0%} for a loss, ± {FEW_CONFIGURATION:.0%} for the losses of two "
@@ -116,7 +117,7 @@ def decide(gains: Sequence[float], few: float) -> tuple[Verdict, str]:
         return Verdict.UNDECIDED, "not run"
     if all(map(math.isfinite, gains)):
         low, high = _interval(gains, few)
-        note = "" if len(gains) >= FEW else _few(len(gains))
+        note = _few(len(gains)) if len(gains) < FEW else _needed([gains]) if low <= 0 <= high else ""
     else:  # seeds decide, and NaN speaks for no side
         low = 1.0 if all(gain > 0 for gain in gains) else -1.0
         high = -1.0 if all(gain < 0 for gain in gains) else 1.0
@@ -130,6 +131,12 @@ def _interval(values: Sequence[float], few: float) -> tuple[float, float]:
         return min(*values, middle - few), max(*values, middle + few)
     estimate = paired_interval(values)
     return estimate.low, estimate.high
+
+
+def _needed(undecided: Sequence[Sequence[float]]) -> str:
+    """How many seeds would decide all of these, if means and spreads stay as they are."""
+    found = [seeds_to_decide(values) for values in undecided]
+    return seeds_in_words(None if None in found else max(filter(None, found)))
 
 
 def _few(n: int) -> str:
@@ -192,7 +199,10 @@ def _within(values: Sequence[float], paper: float) -> tuple[Verdict, str]:
     note = "" if len(values) >= FEW else _few(len(values))
     if paper - TOLERANCE < low and high < paper + TOLERANCE:
         return Verdict.REPRODUCED, note
-    return (Verdict.NOT if high < paper - TOLERANCE or low > paper + TOLERANCE else Verdict.UNDECIDED), note
+    if high < paper - TOLERANCE or low > paper + TOLERANCE:
+        return Verdict.NOT, note
+    crossed = [bound for bound in (paper - TOLERANCE, paper + TOLERANCE) if low <= bound <= high]
+    return Verdict.UNDECIDED, note or _needed([[value - bound for value in values] for bound in crossed])
 
 
 def _reached(runs: Sequence[Run], measure: Measure) -> tuple[list[float], str]:
@@ -228,17 +238,23 @@ def _each_epoch(summary: Summary, setting: Setting, rival: str) -> tuple[Verdict
         return run.train_loss[epoch] if epoch < run.epochs else math.nan
 
     verdicts, notes, lower = [], set(), 0
+    open_gains = []
     for epoch in range(epochs):
         values = [(loss(a, epoch), loss(b, epoch)) for a, b in runs]
         gains = [_gain(-a, -b) for a, b in values]
         verdict, note = decide(gains, _losses_few([value for pair in values for value in pair], FEW_LOSS))
         verdicts.append(verdict)
-        notes.add(note)
+        if verdict is Verdict.UNDECIDED and len(gains) >= FEW and all(map(math.isfinite, gains)):
+            open_gains.append(gains)
+        else:
+            notes.add(note)
         lower += sum(gains) > 0
     total = (
         Verdict.NOT if Verdict.NOT in verdicts
         else Verdict.UNDECIDED if Verdict.UNDECIDED in verdicts else Verdict.REPRODUCED
     )  # fmt: skip
+    if total is Verdict.UNDECIDED and open_gains:
+        notes.add(_needed(open_gains))
     return total, f"lower in {lower} of {epochs}", ", ".join(sorted(notes - {""}))
 
 
@@ -306,9 +322,10 @@ def _dependence(summary: Summary, protocol: str) -> Iterator[Part]:
     if leads:
         verdict = Verdict.REPRODUCED if share.low > 0.5 else Verdict.NOT if share.high < 0.5 else Verdict.UNDECIDED
     figure = f"best in {hits} of {len(leads)} runs [{share.low:.0%}, {share.high:.0%}]" if leads else ""
-    yield Part(
-        5, "Std_F = F has the lowest test loss in most runs", column, verdict, figure, "" if leads else "not run"
-    )
+    note = "" if leads else "not run"
+    if leads and verdict is Verdict.UNDECIDED:
+        note = seeds_in_words(runs_to_decide(hits, len(leads))).replace("seeds", "runs")
+    yield Part(5, "Std_F = F has the lowest test loss in most runs", column, verdict, figure, note)
     few, every = "20 %", "all data"
     said = (
         (f"task: CNN or RNN, {few}, batch 25", ("cnn", 0.2, 25), ("rnn", 0.2, 25)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from .claims import searched
 from .compare import MEASURES, difference, ended
 from .statistics import Estimate, mean_interval
 from .style import FAINT, INK, PAIRS, Plot, look, styled
-from .summary import NORMS, Run, Setting, Summary, authors
+from .summary import Run, Setting, Summary, authors
 
 _CORNERS = {"FF": "o", "FT": "s", "TF": "^", "TT": "D"}
 """Markers of E_F and Std_F."""
@@ -307,25 +307,26 @@ def _centred(run: Run) -> dict[str, float]:
     return {config: loss - sum(known) / len(known) if known else math.nan for config, loss in losses.items()}
 
 
-def batch_sizes(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot:
-    """Test accuracy against batch size, one line for each norm."""
-    present = dict.fromkeys(norm for setting in settings for norm in summary.norms(setting))
-    norms = sorted(present, key=lambda norm: NORMS.index(norm) if norm in NORMS else len(NORMS))
-    sizes = sorted({setting.batch_size for setting in settings})
-    told = []
+Points = Mapping[str, Mapping[int, Estimate]]
+"""An estimate for each norm and batch size."""
+
+
+def sizes_of(points: Points) -> list[int]:
+    """The batch sizes that have an estimate."""
+    return sorted({size for each in points.values() for size in each})
+
+
+def batch_sizes(name: str, caption: str, points: Points, called: Mapping[str, str] | None = None) -> Plot:
+    """Test accuracy against batch size, one line for each norm, called by these names or as everywhere."""
+    sizes, told = sizes_of(points), []
     with styled():
         figure = Figure(figsize=(7, 4.3))
         axes = figure.add_subplot()
-        for at, norm in enumerate(norms):
+        for at, (norm, found) in enumerate(points.items()):
             style = look(norm)
-            points = {
-                setting.batch_size: mean_interval(
-                    [run.test.accuracy for run in summary.select(setting, norm) if run.test]
-                )
-                for setting in settings
-            }
-            known = {size: estimate for size, estimate in sorted(points.items()) if estimate.n}
-            shift = 1.03 ** (at - (len(norms) - 1) / 2)  # error bars beside each other
+            style = style._replace(name=(called or {}).get(norm, style.name))
+            known = {size: estimate for size, estimate in sorted(found.items()) if estimate.n}
+            shift = 1.03 ** (at - (len(points) - 1) / 2)  # error bars beside each other
             error = [
                 _error(estimate) or [[math.nan], [math.nan]] for estimate in known.values()
             ]  # no cap without a bar
@@ -336,9 +337,37 @@ def batch_sizes(name: str, caption: str, summary: Summary, settings: Sequence[Se
             )  # fmt: skip
             words = ", ".join(f"{estimate.mean:.2f} at {size}" for size, estimate in known.items())
             told.append(f"{style.name}: {words or 'no finished run'}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.xaxis.set_minor_locator(NullLocator())
+        _size_axis(axes, sizes)
         axes.set(xlabel="batch size", ylabel="test accuracy")
         figure.legend(loc="outside lower center", ncols=4)
     return Plot(name, caption, "Test accuracy against batch size. " + "; ".join(told) + ".", figure)
+
+
+def _size_axis(axes: Axes, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def margins(name: str, caption: str, norm: str, found: Mapping[int, tuple[str, Estimate]], margin: float) -> Plot:
+    """Differences to a rival in test accuracy against batch size, in points; between the dotted lines lies "level"."""
+    told = []
+    with styled():
+        figure = Figure(figsize=(7, 3.2))
+        axes = figure.add_subplot()
+        axes.axhline(0, color=INK, linewidth=1, zorder=1)
+        for bound in (-margin, margin):
+            axes.axhline(100 * bound, color=FAINT, linewidth=1, linestyle=":", zorder=1)
+        for size, (rival, estimate) in found.items():
+            points = estimate.times(100)
+            _point(axes, norm, (size, points.mean), yerr=_error(points), markersize=7)
+            axes.annotate(
+                look(rival).name, (size, 1), (0, 2), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
+                ha="center", va="bottom", fontsize=8.5, color=INK,
+            )  # fmt: skip
+            told.append(f"{points.mean:+.1f} against {look(rival).name} at {size}".replace("-", _MINUS))
+        _size_axis(axes, sorted(found))
+        if len(found) > 1:
+            axes.set_xlim(min(found) / 1.4, max(found) * 1.4)
+        axes.set(xlabel="batch size", ylabel=f"{look(norm).name}\nminus the best other, points")
+    return Plot(name, caption, f"Differences in test accuracy, in points: {'; '.join(told)}.", figure)

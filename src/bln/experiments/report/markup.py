@@ -63,8 +63,15 @@ def figure(plot: Plot) -> Html:
 
 def badge(word: str) -> Html:
     """A verdict: a sign, a word and a colour, so that none of them is needed."""
-    sign = {"reproduced": "✓", "not reproduced": "✗", "in part": "◐"}.get(word, "?")
-    return tag("span", f"{sign} {word}", class_=f"badge {word.replace(' ', '-')}")
+    kind = next((kind for kind, words in _KINDS.items() if word in words), "open")
+    return tag("span", f"{_SIGNS[kind]} {word}", class_=f"badge {kind}")
+
+
+_KINDS = {
+    "good": ("reproduced", "holds", "ahead", "level"), "bad": ("not reproduced", "does not hold", "behind"),
+    "mixed": ("in part",), "open": ("undecided",),
+}  # fmt: skip
+_SIGNS = {"good": "✓", "bad": "✗", "mixed": "◐", "open": "?"}
 
 
 def document(title: str, body: str) -> str:
@@ -122,9 +129,9 @@ thead th { border-bottom:2px solid var(--soft); }
 .overview td:last-child { min-width:10em; }
 .badge { display:inline-block; white-space:nowrap; padding:.05em .55em; border-radius:1em; font-size:.82rem;
   font-weight:600; color:var(--soft); background:var(--panel); border:1px solid var(--line); }
-.reproduced { color:var(--good); background:var(--good-back); border-color:transparent; }
-.not-reproduced { color:var(--bad); background:var(--bad-back); border-color:transparent; }
-.in-part { color:var(--mixed); background:var(--mixed-back); border-color:transparent; }
+.good { color:var(--good); background:var(--good-back); border-color:transparent; }
+.bad { color:var(--bad); background:var(--bad-back); border-color:transparent; }
+.mixed { color:var(--mixed); background:var(--mixed-back); border-color:transparent; }
 .configurations td { padding:.18em .7em; white-space:nowrap; }
 .configurations .t, .configurations .f { color:#000; text-align:center; border:1px solid var(--back); min-width:4em; }
 .configurations .t { background:#00b050; }

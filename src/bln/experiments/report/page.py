@@ -291,7 +291,16 @@ def _resnet(summary: Summary) -> Iterator[Plot]:
                 f"Test accuracy against batch size, {data(fraction)}, protocol {protocol}; 95 % t intervals where "
             )
             caption += "there are several seeds." + (f" Diverged: {', '.join(broken)}." if broken else "")
-            yield figures.batch_sizes(_slug("resnet", protocol, f"{100 * fraction:g}pct"), caption, summary, same)
+            points = {
+                norm: {
+                    setting.batch_size: mean_interval(
+                        [run.test.accuracy for run in summary.select(setting, norm) if run.test]
+                    )
+                    for setting in same
+                }
+                for norm in summary.order(norm for setting in same for norm in summary.norms(setting))
+            }
+            yield figures.batch_sizes(_slug("resnet", protocol, f"{100 * fraction:g}pct"), caption, points)
 
 
 def _digits(summary: Summary, task: str, show: Show) -> Iterator[Html]:

@@ -28,6 +28,10 @@ class Estimate(NamedTuple):
         """Whether there is an interval: it takes two seeds."""
         return not math.isnan(self.low)
 
+    def times(self, factor: float) -> Estimate:
+        """The estimate in another unit."""
+        return Estimate(self.mean * factor, self.low * factor, self.high * factor, self.n)
+
     def text(self, *, signed: bool = False, digits: int = 3) -> str:
         """The mean and, where there is one, the interval: ``0.871 [0.866, 0.876]``.
 
@@ -87,6 +91,35 @@ def paired_interval(values: Sequence[float]) -> Estimate:
     return Estimate(bootstrap.mean, min(bootstrap.low, t.low), max(bootstrap.high, t.high), bootstrap.n)
 
 
+def seeds_to_decide(values: Sequence[float], margin: float = 0.0) -> int | None:
+    """How many seeds would decide on the sign of a mean, if mean and spread stay as they are; ``None`` beyond 1,000.
+
+    With a margin, an interval that lies within it on both sides decides too.
+
+    >>> seeds_to_decide([0.01, 0.03, -0.02]), seeds_to_decide([0.01, 0.03, -0.02], margin=0.05)
+    (58, 4)
+    """
+    if len(values) < 2:
+        return None
+    mean, deviation = abs(float(np.mean(values))), float(np.std(values, ddof=1))
+    n = np.arange(len(values) + 1, _MOST_SEEDS + 1)
+    half = scipy.stats.t.ppf((1 + LEVEL) / 2, n - 1) * deviation / np.sqrt(n)
+    decides = (half < mean) | (mean + half < margin)
+    return int(n[decides][0]) if decides.any() else None
+
+
+_MOST_SEEDS = 1_000
+
+
+def seeds_in_words(seeds: int | None) -> str:
+    """What :func:`seeds_to_decide` has found.
+
+    >>> seeds_in_words(58), seeds_in_words(None)
+    ('about 58 seeds would decide', 'more than 1,000 seeds would be needed')
+    """
+    return f"about {seeds} seeds would decide" if seeds else f"more than {_MOST_SEEDS:,} seeds would be needed"
+
+
 class Agreement(NamedTuple):
     """How far two rankings of the same things agree, from -1 to 1; NaN where one of them ranks nothing."""
 
@@ -104,6 +137,19 @@ def agreement(ours: Sequence[float], theirs: Sequence[float]) -> Agreement:
     return Agreement(
         float(scipy.stats.spearmanr(a, b).statistic), float(scipy.stats.kendalltau(a, b).statistic), len(pairs)
     )
+
+
+def runs_to_decide(hits: int, n: int) -> int | None:
+    """How many runs would tell a share from one half, if it stays as it is; ``None`` beyond 1,000.
+
+    >>> runs_to_decide(6, 10), runs_to_decide(5, 10)
+    (93, None)
+    """
+    share = hits / n
+    if share == 0.5:
+        return None
+    needed = math.ceil(scipy.stats.norm.ppf((1 + LEVEL) / 2) ** 2 * share * (1 - share) / (share - 0.5) ** 2)
+    return max(n + 1, needed) if needed <= _MOST_SEEDS else None
 
 
 def share_interval(hits: int, n: int) -> Estimate:

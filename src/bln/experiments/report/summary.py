@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -14,7 +14,10 @@ from ...config import StatisticsConfig
 
 FORMAT = 1
 TASKS = ("cnn", "rnn", "resnet", "digits-cnn", "digits-rnn")
-NORMS = ("bln", "bln-grouped", "bln-shared", "bln-shared-no-scale", "bn", "ln", "gn", "batchrenorm")
+NORMS = (
+    "bln-grouped", "bln", "bn", "gn", "ln", "batchrenorm", "bln-g1", "bln-g4", "bln-g16", "bln-gC",
+    "bln-shared", "bln-shared-no-scale",
+)  # fmt: skip
 PROTOCOLS = ("paper", "clean")
 STATUSES = ("finished", "diverged", "running")
 CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
@@ -92,7 +95,12 @@ class Summary:
 
     def norms(self, setting: Setting) -> list[str]:
         """The norms a setting was run with, always in the same order."""
-        present = {run.norm for run in self.runs if run.setting == setting}
+        return self.order(run.norm for run in self.runs if run.setting == setting)
+
+    @staticmethod
+    def order(norms: Iterable[str]) -> list[str]:
+        """Each of these norms once, always in the same order."""
+        present = set(norms)
         return [norm for norm in NORMS if norm in present] + sorted(present - set(NORMS))
 
 

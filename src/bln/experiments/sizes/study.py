@@ -339,7 +339,10 @@ def estimate(cells: Sequence[Cell], out: Path, folder: Path, device: torch.devic
         for cell in own:
             cost = _between(costs, cell.batch_size)
             steps = cell.images // cell.batch_size * cell.epochs
-            seconds += cost.step * steps * sum(max(1.0, count / len(cell.tried)) for count in left[cell] if count)
+            # A forward pass takes about a third of a step, and evaluation has larger batches.
+            seen = TASKS[cell.task].validation * cell.epochs + training.tested(cell.task, folder, device)
+            once = cost.step * steps + seen * costs[own[-1].batch_size].step / own[-1].batch_size / 3
+            seconds += once * sum(max(1.0, count / len(cell.tried)) for count in left[cell] if count)
             memories.append(cost.memory)
     at_once = LANES if device.type == "cuda" else workers
     if device.type != "cuda":

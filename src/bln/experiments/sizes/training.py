@@ -83,7 +83,7 @@ class Task:
 
 TASKS = {
     "resnet20": Task(cifar10, 3, (16, 32, 64), 3, 4, True, 20_000, 2_000, 5, 0.004),
-    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 1_079, 359, 3, 0.025),
+    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 800, 359, 3, 0.025),
 }
 CLASSES = 10
 _TEST_BATCH = 250
@@ -112,6 +112,11 @@ class Run:
 def _load(task: str, folder: Path, device: torch.device) -> Images:
     images = TASKS[task].load(folder)
     return Images(*(each.to(device) for each in images))
+
+
+def tested(task: str, folder: Path, device: torch.device) -> int:
+    """How many test images there are."""
+    return len(_load(task, folder, device).test)
 
 
 class Part(NamedTuple):

@@ -53,7 +53,7 @@ def by_size(norm, size, seed, accuracy, rate=0.003, validation=0.9, **more):
         "task": "resnet20", "norm": norm, "batch_size": size, "learning_rate": rate, "seed": seed, "images": 100,
         "epochs": 2, "status": "finished", "curves": curves, "test": {"loss": 1.0, "accuracy": accuracy},
         "hours": 0.01, "memory_mib": 12.5, "together": 1, "commit": "0123abcd", "device": "a machine",
-        "versions": {"bln": "0.1.0", "torch": "2", "python": "3"}, "ended": "2025-01-31T12:00:00+00:00", **more,
+        "versions": {"bln": "0.1.0", "torch": "2", "python": "3"}, "started": "2025-01-31T12:00:00+00:00", **more,
     }  # fmt: skip
 
 

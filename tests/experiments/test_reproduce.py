@@ -14,8 +14,9 @@ import bln
 from bln._install import install
 from bln.cli import _spread, main
 from bln.experiments import runs
-from bln.experiments.reproduce import plan, reproduce, summarize
+from bln.experiments.reproduce import estimate, plan, reproduce, summarize
 from bln.experiments.runs import RunFolder, Settings
+from bln.experiments.sizes.study import Estimate
 
 CPU = torch.device("cpu")
 FEW = [replace(TINY, norm=norm, seed=seed, epochs=2) for norm in ("bln", "ln") for seed in (0, 1)]
@@ -86,6 +87,18 @@ def test_a_summary_holds_every_run(one_by_one):
         assert all(len(curve) == 2 for curve in run["epochs"].values())
         assert (run["configurations"] is None) == (run["norm"] == "ln")
         assert 0 <= run["test"]["accuracy"] <= 1
+        assert run["hours"] == pytest.approx(sum(run["seconds"]) / 3600, rel=1e-4)
+        assert run["memory_mib"] > 0
+        assert run["device"]
+        assert run["versions"]["torch"] == torch.__version__
+
+
+def test_what_is_left_is_estimated_from_a_few_steps(one_by_one, tmp_path):
+    assert estimate(FEW, one_by_one, Path(), CPU).startswith("0 runs, about 0 s and 0 GiB")
+    said = estimate(FEW, tmp_path, Path(), CPU)
+    assert said.startswith(f"{len(FEW)} runs, about ")
+    assert "0 GiB" not in said
+    assert not list(tmp_path.iterdir())
 
 
 class TestCommandLine:
@@ -101,7 +114,10 @@ class TestCommandLine:
             with pytest.raises(SystemExit) as ended:
                 main([*arguments.split(), "--fraction", "0.5", "1.0"])
             assert ended.value.code == 0
-        assert "report.html" in capsys.readouterr().out.replace("\n", "")
+        said = capsys.readouterr().out.replace("\n", "")
+        assert said.startswith("8 runs, about ")
+        assert "0 runs, about 0 s" in said
+        assert "report.html" in said
         assert (tmp_path / "report.html").stat().st_size > 10_000
         assert len(json.loads((tmp_path / "summary.json").read_text())["runs"]) == 8
 
@@ -138,10 +154,14 @@ class TestCommandLine:
             raise KeyboardInterrupt
 
         monkeypatch.setattr("bln.experiments.reproduce.reproduce", interrupted)
-        with pytest.raises(SystemExit) as ended:
-            main(["demo", "--out", str(tmp_path)])
-        assert ended.value.code == 130
-        assert "the same command goes on from here" in capsys.readouterr().err
+        monkeypatch.setattr("bln.experiments.sizes.study.study", interrupted)
+        monkeypatch.setattr("bln.experiments.reproduce.estimate", lambda *_: "")
+        monkeypatch.setattr("bln.experiments.sizes.study.estimate", lambda *_: Estimate(1.0, 1, 1, 1))
+        for command in ("demo", "reproduce cnn"):
+            with pytest.raises(SystemExit) as ended:
+                main([*command.split(), "--out", str(tmp_path)])
+            assert ended.value.code == 130
+            assert "the same command goes on from here" in capsys.readouterr().err
 
     @pytest.mark.parametrize(("options", "seeds"), [([], 3), (["--seeds", "1"], 1), (["--seeds", "5"], 5)])
     def test_the_demonstration_has_as_many_seeds_as_asked_for(self, monkeypatch, tmp_path, options, seeds):

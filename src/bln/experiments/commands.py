@@ -230,6 +230,10 @@ def _run(
     chosen = sweep.device(device)
     runs.claim(out)
     console = Console()
+    if chosen.type == "cpu":
+        torch.set_num_threads(study.threads(workers))
+    if backend == "local":  # a cluster's machines are others
+        console.print(sweep.estimate(settings, out, data_dir, chosen, workers), soft_wrap=True)
     with _resumable(TimeLeft(settings), len(settings), "runs") as progress:
         ended = sweep.reproduce(
             settings,

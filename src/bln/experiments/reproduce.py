@@ -22,7 +22,7 @@ from . import runs
 from .norms import norm
 from .runs import RunError, RunFolder, Settings
 from .tasks import TASKS
-from .training import train_together
+from .training import measure, train_together
 
 BATCH_SIZES = (1, 25)
 FRACTIONS = (0.2, 1.0)
@@ -266,6 +266,9 @@ def summarize(out: Path) -> dict[str, Any]:
                 **asdict(folder.settings),
                 "epochs": {name: [_rounded(line[name]) for line in lines] for name in names},
                 "seconds": folder.seconds(),
+                "hours": _rounded(sum(folder.seconds()) / 3600),
+                "memory_mib": _mebibytes(folder.memory()),
+                **runs.origin(read["environment"]),
                 **_rounded(result or blank),
             }
         )
@@ -277,6 +280,31 @@ def summarize(out: Path) -> dict[str, Any]:
         "machines": sorted(machines),
         "runs": found,
     }
+
+
+def _mebibytes(count: int | None) -> float | None:
+    return None if count is None else round(count / 2**20, 3)
+
+
+def estimate(settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int = 1) -> str:
+    """What the runs that are left take, in a sentence, from a few measured steps of each kind."""
+    found = {each: _epochs_left(out, each) for each in settings}
+    left = {each: epochs for each, epochs in found.items() if epochs is not None}
+    costs, seconds = {}, 0.0
+    for each, epochs in left.items():
+        kind = replace(each, seed=0, epochs=0)
+        if kind not in costs:
+            costs[kind] = measure(each, out, data_dir, device)
+        seconds += costs[kind].epoch * epochs
+    if device.type != "cuda":
+        seconds /= workers
+    memory = sum(sorted(cost.memory for cost in costs.values())[-1:]) * (TOGETHER if device.type == "cuda" else workers)
+    return runs.forecast(len(left), seconds, memory, f"{len(costs)} kinds of runs")
+
+
+def _epochs_left(out: Path, settings: Settings) -> int | None:
+    folder = RunFolder(out, settings)
+    return None if folder.result() else settings.epochs - len(folder.metrics())
 
 
 def _rounded(value: Any) -> Any:

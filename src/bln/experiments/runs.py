@@ -3,6 +3,7 @@
     settings.json     what was asked, and the versions, machine and commit that began it
     metrics.jsonl     a line for each epoch; the same bytes whether the run was interrupted or not
     times.jsonl       seconds of each epoch
+    memory.json       bytes a run needs
     tensorboard/      the metrics again
     checkpoint.pt     weights, optimizer, best weights and metrics after the last whole epoch; gone when finished
     best.pt           weights of the epoch with the lowest validation loss
@@ -128,6 +129,15 @@ class RunFolder(Generic[NamedT]):
         write(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in metrics).encode())
         write(self.path / "times.jsonl", "".join(json.dumps(second) + "\n" for second in seconds).encode())
 
+    def note_memory(self, count: int) -> None:
+        """Keep how many bytes the run needs."""
+        write(self.path / "memory.json", _json({"bytes": count}))
+
+    def memory(self) -> int | None:
+        """How many bytes the run needs, where it has been noted."""
+        found = read_json(self.path / "memory.json")
+        return None if found is None else found.get("bytes")
+
     # ---- after
 
     def finish(self, result: dict[str, Any], best: dict[str, Any] | None) -> None:
@@ -252,6 +262,26 @@ def environment() -> dict[str, Any]:
         "commit": commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def origin(found: dict[str, Any]) -> dict[str, Any]:
+    """Where the numbers of a run come from, as a line of the table has it, of what :func:`environment` has found."""
+    return {
+        "commit": found["commit"],
+        "versions": {"bln": bln.__version__, "torch": found["torch"], "python": found["python"]},
+        "device": found["gpu"] or f"{found['processor']}, {found['threads']} threads",
+        "started": found["started"],
+    }
+
+
+def forecast(count: int, seconds: float, memory: int, measured: str) -> str:
+    """What so many runs take, in a sentence."""
+    time = (
+        f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else (
+            f"{seconds / 3600:.1f} h"
+        )
+    )  # fmt: skip
+    return f"{count} runs, about {time} and {memory / 2**30:.2g} GiB, from a few steps of {measured} on this machine"
 
 
 def _processor() -> str:

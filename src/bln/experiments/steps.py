@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .tasks import Part
 
@@ -145,3 +145,32 @@ def lane(device: torch.device) -> Lane:
             torch.backends.cudnn.deterministic = before[1]
 
     return numbers_and_stream
+
+
+def step_bytes(step: Callable[[], None], net: nn.Module, other: int, device: torch.device) -> int:
+    """Take a step and return the bytes a run needs: on a GPU the peak, elsewhere those of weights and activations.
+
+    Args:
+        step: A step of training.
+        net: What it trains.
+        other: Bytes of the run, such as the optimizer's, that a step does not allocate.
+        device: Where it trains.
+    """
+    weights = sum(each.nbytes for each in net.parameters())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before + weights + other
+    own = {each.untyped_storage().data_ptr() for each in net.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        step()
+    return 2 * weights + other + sum(kept.values())  # weights and their gradients

@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ import bln
 
 from .norms import norm
 from .runs import RunError, RunFolder, Settings
-from .steps import Steps, lane, steps
+from .steps import Steps, lane, step_bytes, steps
 from .tasks import TASKS, Part, Task, accuracy
 
 Tick = Callable[[float], None]
@@ -100,6 +101,7 @@ class _Training:
         self.seconds: list[float] = []
         self.best: dict[str, Any] | None = None
         self.best_epoch: int | None = None
+        self.memory: int | None = None
 
     def run(self) -> Life:
         self.resume()
@@ -109,6 +111,8 @@ class _Training:
         board = _board(self.folder.path, self.metrics)
         while len(self.metrics) < self.settings.epochs and not self.diverged():
             yield from self.epoch(fit, evaluate)
+            if self.memory is not None:
+                self.folder.note_memory(self.memory)
             for name, value in self.metrics[-1].items():
                 if name != "epoch" and value is not None:
                     board.add_scalar(name, value, len(self.metrics))
@@ -163,7 +167,15 @@ class _Training:
         return torch.randperm(count) if self.settings.protocol == "clean" else None
 
     def fit(self, inputs: Tensor, targets: Tensor) -> None:
-        """A step of training."""
+        """A step of training; the first one says what memory a run needs."""
+        if self.memory is None:
+            averages = 0 if self.device.type == "cuda" else 2 * sum(each.nbytes for each in self.model.parameters())
+            step = partial(self._fit, inputs, targets)
+            self.memory = step_bytes(step, self.model, averages, self.device)  # a GPU's first step allocates them
+        else:
+            self._fit(inputs, targets)
+
+    def _fit(self, inputs: Tensor, targets: Tensor) -> None:
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
         loss = self.task.loss(outputs, targets)
@@ -225,6 +237,40 @@ class _Training:
         batches = part.batches(self.settings.batch_size)
         found = bln.search(self.model, batches, loss=self.task.loss, metrics={"accuracy": accuracy}, progress=False)
         return {str(row.config): (_finite(row.loss), _finite(row.metrics["accuracy"])) for row in found}
+
+
+class Cost(NamedTuple):
+    """What a run takes: seconds for an epoch of training, and bytes."""
+
+    epoch: float
+    memory: int
+
+
+_WARM, _TIMED = 4, 5
+"""Steps that are left to compile and capture, and steps that are timed."""
+
+
+def measure(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Cost:
+    """Time a few steps of a run, alone on this machine; nothing is written."""
+    with lane(device)():
+        run = _Training(settings, RunFolder(out, settings), data_dir, device)
+        run.model.train()
+        part = run.split.train.to(device)
+        each = steps(run.fit, part, settings.batch_size)()
+        shares = [share for share, _ in zip(each, range(_WARM), strict=False)]
+        _wait(device)
+        begun = time.perf_counter()
+        timed = len([share for share, _ in zip(each, range(_TIMED), strict=False)])
+        _wait(device)
+    if not timed:  # an epoch is over before
+        return Cost(0.0, run.memory or 0)
+    each.close()  # type: ignore[attr-defined]
+    return Cost((time.perf_counter() - begun) / timed / shares[0], run.memory or 0)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _finite(value: float) -> float | None:

@@ -38,11 +38,13 @@ class Line(NamedTuple):
     test_loss: str
     chosen: str
     seconds: str
+    minutes: str
+    memory: str
 
 
 HEADINGS = Line(
     "task", "protocol", "data", "batch", "norm", "runs", "train accuracy", "test accuracy", "authors' test accuracy",
-    "test loss", "chosen", "s / epoch",
+    "test loss", "chosen", "s / epoch", "minutes a run", "MiB a run",
 )  # fmt: skip
 
 
@@ -61,6 +63,7 @@ def _line(runs: list[Run]) -> Line:
     loss = mean_interval([TEST_LOSS.of(run) for run in finished])
     theirs = authors().select(setting._replace(protocol="paper"), norm)
     seconds = [second for run in runs for second in run.seconds if second == second]
+    memory = [run.memory_mib for run in runs if run.memory_mib == run.memory_mib]
     train, test = (figure.plus_minus() if figure.n else "" for figure in figures)
     return Line(
         setting.task,
@@ -75,6 +78,8 @@ def _line(runs: list[Run]) -> Line:
         loss.plus_minus() if loss.n else "",
         chosen(finished),
         f"{median(seconds):.3g}" if seconds else "",
+        f"{median(sum(run.seconds) for run in runs) / 60:.3g}" if seconds else "",
+        f"{median(memory):.3g}" if memory else "",
     )
 
 

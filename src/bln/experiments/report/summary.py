@@ -60,6 +60,8 @@ class Run:
     validation_configurations: dict[str, Score] = field(default_factory=dict)
     test_configurations: dict[str, Score] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    memory_mib: float = math.nan
+    """What a run needs; NaN where it was not counted."""
 
     @property
     def epochs(self) -> int:
@@ -228,4 +230,5 @@ def _run(raw: Any, where: str) -> Run:
         validation_configurations=(both and both[0]) or {},
         test_configurations=(both and both[1]) or {},
         seconds=[value.number() for value in run["seconds"].items()],
+        memory_mib=run["memory_mib"].number() if "memory_mib" in raw else math.nan,
     )

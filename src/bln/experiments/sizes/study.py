@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-import bln
-
 from .. import runs
 from ..runs import RunError
 from ..steps import lane
@@ -140,17 +138,6 @@ def best_rate(rows: Sequence[Row]) -> float:
     return max(found, key=lambda rate: sum(found[rate][seed] for seed in shared) / max(1, len(shared)))
 
 
-def _environment() -> Row:
-    """Where the numbers of a line come from."""
-    found = runs.environment()
-    return {
-        "commit": found["commit"],
-        "versions": {"bln": bln.__version__, "torch": found["torch"], "python": found["python"]},
-        "device": found["gpu"] or f"{found['processor']}, {found['threads']} threads",
-        "ended": found["started"],
-    }
-
-
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
@@ -266,7 +253,7 @@ def _train(group: Sequence[Run], name: str, out: Path, folder: Path, device: tor
     found = yield from Training(group, folder, device).run(checkpoint)
     finished = [at for at, each in enumerate(found) if each["status"] == "finished"]
     rows = [
-        {**asdict(run), **each, "together": len(group), **_environment()}
+        {**asdict(run), **each, "together": len(group), **runs.origin(runs.environment())}
         for run, each in zip(group, found, strict=True)
     ]
     if 0 < len(finished) < len(group):  # BLN keeps no statistics of a mini-batch in which one run is not finite
@@ -335,16 +322,7 @@ class Estimate:
 
     def text(self) -> str:
         """One sentence."""
-        return (
-            f"{self.runs} runs, about {_duration(self.seconds)} and {self.memory / 2**30:.2g} GiB, from a few steps "
-            f"of {self.measured} nets on this machine"
-        )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else (
-        f"{seconds / 3600:.1f} h"
-    )  # fmt: skip
+        return runs.forecast(self.runs, self.seconds, self.memory, f"{self.measured} nets")
 
 
 def estimate(cells: Sequence[Cell], out: Path, folder: Path, device: torch.device, workers: int = 1) -> Estimate:
@@ -361,7 +339,10 @@ def estimate(cells: Sequence[Cell], out: Path, folder: Path, device: torch.devic
         for cell in own:
             cost = _between(costs, cell.batch_size)
             steps = cell.images // cell.batch_size * cell.epochs
-            seconds += cost.step * steps * sum(max(1.0, count / len(cell.tried)) for count in left[cell] if count)
+            # A forward pass takes about a third of a step, and evaluation has larger batches.
+            seen = TASKS[cell.task].validation * cell.epochs + training.tested(cell.task, folder, device)
+            once = cost.step * steps + seen * costs[own[-1].batch_size].step / own[-1].batch_size / 3
+            seconds += once * sum(max(1.0, count / len(cell.tried)) for count in left[cell] if count)
             memories.append(cost.memory)
     at_once = LANES if device.type == "cuda" else workers
     if device.type != "cuda":

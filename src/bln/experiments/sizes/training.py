@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import data, packed, runs
 from ..augment import Crops, cut
-from ..steps import capture
+from ..steps import capture, step_bytes
 from . import nets
 
 
@@ -83,7 +83,7 @@ class Task:
 
 TASKS = {
     "resnet20": Task(cifar10, 3, (16, 32, 64), 3, 4, True, 20_000, 2_000, 5, 0.004),
-    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 1_079, 359, 3, 0.025),
+    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 800, 359, 3, 0.025),
 }
 CLASSES = 10
 _TEST_BATCH = 250
@@ -112,6 +112,11 @@ class Run:
 def _load(task: str, folder: Path, device: torch.device) -> Images:
     images = TASKS[task].load(folder)
     return Images(*(each.to(device) for each in images))
+
+
+def tested(task: str, folder: Path, device: torch.device) -> int:
+    """How many test images there are."""
+    return len(_load(task, folder, device).test)
 
 
 class Part(NamedTuple):
@@ -170,6 +175,11 @@ class Adam:
         torch._foreach_add_(self.parameters, updates)
         self.at += 1
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the averages and the rates."""
+        return sum(each.nbytes for each in (*self.means, *self.squares, *self.rates))
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
         return {"means": self.means, "squares": self.squares, "at": self.at}
@@ -205,9 +215,6 @@ class Training:
             raise ValueError("runs that train together differ in seed and learning rate alone")
         if first.images < first.batch_size:
             raise ValueError(f"{first.images} images do not fill a mini-batch of {first.batch_size}")
-        if _has_graphs(device):
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
         images = _load(first.task, folder, device)
         self.size, self.count = first.batch_size, first.images
         self.height, self.width = images.train.shape[2:]
@@ -248,7 +255,7 @@ class Training:
         if self._eager or not _has_graphs(self.device):
             self._eager -= self._eager > 0
             if self.memory is None:
-                self.memory = self._measured_step()
+                self.memory = step_bytes(self._step, self.net, self.adam.nbytes, self.device)
             else:
                 self._step()
             return
@@ -281,24 +288,6 @@ class Training:
     def _add(self, losses: Tensor, outputs: Tensor, labels: Tensor) -> None:
         right = (outputs.argmax(2) == labels).float()
         self.total += torch.stack((losses.sum(0), right.sum(0)))
-
-    def _measured_step(self) -> int:
-        """Take a step and return its bytes: on a GPU the peak, elsewhere those of weights, Adam and activations."""
-        own = {each.untyped_storage().data_ptr() for each in self.net.parameters()}
-        kept: dict[int, int] = {}
-
-        def keep(saved: Tensor) -> Tensor:
-            storage = saved.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return saved
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-            self._step()
-        if _has_graphs(self.device):
-            return torch.cuda.max_memory_allocated(self.device) - self._before
-        # weights, gradients, two averages, and the rate of each weight
-        return 5 * sum(each.nbytes for each in self.net.parameters()) + sum(kept.values())
 
     # ---- epochs
 

@@ -13,7 +13,6 @@ from keras import ops
 from .. import _array_models
 from .._search.result import SearchResult
 from ..config import StatisticsConfig, choices, configure_layers
-from ..progress import track
 from .layer import BatchLayerNormalization, to_numpy
 
 if TYPE_CHECKING:
@@ -122,8 +121,11 @@ def _tracked(batches: Iterable[Any], what: str, progress: bool) -> Generator[Any
     """Batches as NumPy arrays, with a progress bar."""
     if isinstance(batches, keras.utils.PyDataset):
         batches = [batches[index] for index in range(batches.num_batches)]
-    for batch in track(batches, what) if progress else batches:
-        yield keras.tree.map_structure(to_numpy, tuple(batch) if isinstance(batch, list) else batch)
+
+    def convert(batch: Any) -> Any:
+        return keras.tree.map_structure(to_numpy, tuple(batch) if isinstance(batch, list) else batch)
+
+    return _array_models.tracked(batches, what, progress, convert)
 
 
 # ---- search

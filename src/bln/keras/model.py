@@ -117,6 +117,38 @@ def calibrate(model: Any, batches: Iterable[Any], *, progress: bool = True) -> N
         model.predict_function = compiled
 
 
+class Calibrate(keras.callbacks.Callback):
+    """Calibrate before each evaluation, that of ``fit(validation_data=...)`` or ``evaluate``.
+
+    Args:
+        batches: As ``calibrate`` takes them; gone through at each evaluation.
+        progress: Likewise.
+
+    Examples:
+        >>> import keras, numpy, bln.keras
+        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization()])
+        >>> model.compile(loss="mse")
+        >>> x = numpy.random.normal(size=(12, 3))
+        >>> each_time = bln.keras.Calibrate([x[:6], x[6:]])
+        >>> history = model.fit(x, x, epochs=2, verbose=0, validation_data=(x, x), callbacks=[each_time])
+        >>> int(model.layers[0].updates[0])
+        2
+    """
+
+    def __init__(self, batches: Iterable[Any], *, progress: bool = False) -> None:
+        super().__init__()
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"{type(batches).__name__} can be gone through once only, and each evaluation needs it; give a "
+                "tf.data.Dataset, a DataLoader or a list"
+            )
+        self.batches, self.progress = batches, progress
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Calibrate."""
+        calibrate(self.model, self.batches, progress=self.progress)
+
+
 def _tracked(batches: Iterable[Any], what: str, progress: bool) -> Generator[Any]:
     """Batches as NumPy arrays, with a progress bar."""
     if isinstance(batches, keras.utils.PyDataset):

@@ -1,5 +1,6 @@
 """Models of Hugging Face transformers with their norms converted: train, evaluate, save and load again."""
 
+import itertools
 import warnings
 
 import pytest
@@ -215,6 +216,7 @@ def test_the_trainer_calibrates_before_each_evaluation_and_at_the_end(tmp_path, 
     callback = bln.callbacks.TrainerCalibrate(batches)
     Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback]).train()
     pairs = ["calibrate", "evaluate"]
-    assert seen == {"no": ["calibrate"], "epoch": pairs * 2, "steps": [*pairs, "calibrate"]}[evaluations]
+    seen = [each for each, _ in itertools.groupby(seen)]  # the last step may be evaluated twice, as the epoch's end too
+    assert seen == {"no": ["calibrate"], "epoch": pairs * 2, "steps": pairs * 2}[evaluations]
     layer = next(iter(bln.layers(model).values()))
-    assert layer.population.updates.max() == len(batches)
+    assert layer.population.updates[0] == len(batches)

@@ -60,7 +60,15 @@ class TestBadInput:
             bln.callbacks.KerasReset  # noqa: B018
 
 
-@pytest.mark.parametrize(("name", "extra"), [("LightningReset", "lightning"), ("TrainerReset", "transformers")])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("LightningReset", "lightning"),
+        ("LightningCalibrate", "lightning"),
+        ("TrainerReset", "transformers"),
+        ("TrainerCalibrate", "transformers"),
+    ],
+)
 def test_a_missing_framework_is_named_with_its_extra(name, extra):
     code = textwrap.dedent(
         f"""

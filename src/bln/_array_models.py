@@ -3,13 +3,14 @@
 A layer of either has ``momentum``, ``config``, ``groups`` and ``reset_statistics()``, and for calibration
 
 - ``_snapshot()``, all that it remembers as NumPy arrays by name, and ``_restore(snapshot)``;
-- ``_calibrating``, to run as in training whatever the model does, and ``_reached``, which a call then makes true.
+- ``_calibrating``, to run as in training whatever the model does, and ``_reached``, which a call then makes true,
+  if nothing has compiled it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,15 @@ from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult, ranked
 from ._search.score import averages
 from .config import StatisticsConfig, configure_layers
 from .formula import Statistics
+from .progress import track
 
 _INVERSE_M = Statistics._fields.index("inverse_m")
+
+
+def tracked(batches: Iterable[Any], what: str, progress: bool, convert: Callable[[Any], Any]) -> Generator[Any]:
+    """Each batch as ``convert`` makes it, with a progress bar."""
+    for batch in track(batches, what) if progress else batches:
+        yield convert(batch)
 
 
 def calibrate(found: Mapping[str, Any], batches: Iterable[Any], run: Callable[[Any], Any]) -> None:
@@ -39,10 +47,11 @@ def calibrate(found: Mapping[str, Any], batches: Iterable[Any], run: Callable[[A
             raise ValueError("calibrate got no batches; was the iterable used up before?")
         for name, layer in found.items():
             after = layer._snapshot()
-            if not layer._reached:
+            learned = after["updates"].any()
+            if not (layer._reached or learned):
                 layer._restore(before[name])
                 warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=3)
-            elif not after["updates"].any():
+            elif not learned:
                 raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
             else:
                 layer._restore(_completed(after, before[name], layer.groups))

@@ -51,8 +51,8 @@ class Step:
 
     def __str__(self) -> str:
         def shown(times: tuple[float, float, float]) -> str:
-            median, low, high = (1e3 * value for value in times)
-            return f"{median:.3g} ms ({low:.3g} to {high:.3g})"
+            median, low, high = (f"{1e3 * v:.3g}" if v < 0.1 else f"{1e3 * v:.0f}" for v in times)
+            return f"{median} ms ({low} to {high})"
 
         return (
             f"{shown(self.before)} before, {shown(self.after)} after: {self.after[0] / self.before[0]:.2f} times; "

@@ -1,21 +1,28 @@
-"""Start population statistics anew at each epoch, in a plain loop, in Lightning and in the transformers Trainer.
+"""Population statistics at the right time, in a plain loop, in Lightning and in the transformers Trainer.
 
-With ``momentum=None`` a layer averages all mini-batches since the last reset, so that without a reset the early weights
-are never forgotten. All of these reset the layers with ``momentum=None`` and leave the others alone.
+Start anew at each epoch: with ``momentum=None`` a layer averages all mini-batches since the last reset, so that without
+a reset the early weights are never forgotten. ``reset_each_epoch``, ``LightningReset`` and ``TrainerReset`` reset the
+layers with ``momentum=None`` and leave the others alone.
 
-``LightningReset`` and ``TrainerReset`` are made when they are asked for: neither package is needed to import this.
+Calibrate before evaluation: ``LightningCalibrate(train_batches)`` and ``TrainerCalibrate(train_batches)`` run
+``bln.calibrate`` before each evaluation while a model is trained; the latter at the end of training too. Checkpoints
+written after an evaluation hold what it was made with.
+
+Keras has ``bln.keras.ResetStatistics`` and ``bln.keras.Calibrate``. The classes for Lightning and transformers are made
+when they are asked for: neither package is needed to import this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from ._install import install
-from .model import required_layers
+from .model import calibrate, required_layers
 
 T = TypeVar("T")
 
@@ -63,33 +70,91 @@ def _reset(model: nn.Module) -> None:
             layer.reset_statistics()
 
 
+class _Calibration:
+    """What the callbacks that calibrate have in common.
+
+    Args:
+        batches: Training batches, which can be gone through again and again: a ``DataLoader``, a list.
+        step: As in ``bln.calibrate``.
+        progress: Likewise.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], *, step: Callable[[nn.Module, Any], Any] | None = None, progress: bool = False
+    ) -> None:
+        super().__init__()
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"{type(batches).__name__} can be gone through once only, and each evaluation needs it; give a "
+                "DataLoader or a list"
+            )
+        self.batches, self.step, self.progress = batches, step, progress
+
+    def calibrate(self, model: nn.Module, several: bool) -> None:
+        """Calibrate, over all ranks where there are ``several``."""
+        with torch.inference_mode(False):  # statistics that are learned there could not be trained on
+            calibrate(
+                model, self.batches, step=self.step, process_group="world" if several else None, progress=self.progress
+            )
+
+
 def __getattr__(name: str) -> Any:
     """The callbacks, as classes of this module, so that they can be pickled."""
-    if name == "LightningReset":
-        base = _import("lightning.pytorch", "lightning").Callback
-
-        class LightningReset(base):  # type: ignore[misc, valid-type]
-            """``Trainer(callbacks=[bln.callbacks.LightningReset()])``."""
-
-            def on_train_epoch_start(self, trainer: Any, pl_module: nn.Module) -> None:
-                _reset(pl_module)
-
-        made: Any = LightningReset
-    elif name == "TrainerReset":
-        base = _import("transformers", "transformers").TrainerCallback
-
-        class TrainerReset(base):  # type: ignore[misc, valid-type]
-            """``transformers.Trainer(..., callbacks=[bln.callbacks.TrainerReset()])``."""
-
-            def on_epoch_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-                _reset(model)
-
-        made = TrainerReset
+    if name in ("LightningCalibrate", "LightningReset"):
+        made = _for_lightning(_import("lightning.pytorch", "lightning").Callback)[name]
+    elif name in ("TrainerCalibrate", "TrainerReset"):
+        made = _for_transformers(_import("transformers", "transformers").TrainerCallback)[name]
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     made.__qualname__ = name
     globals()[name] = made
     return made
+
+
+def _for_lightning(base: Any) -> dict[str, Any]:
+    class LightningReset(base):  # type: ignore[misc]
+        """``Trainer(callbacks=[bln.callbacks.LightningReset()])``."""
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: nn.Module) -> None:
+            _reset(pl_module)
+
+    class LightningCalibrate(_Calibration, base):  # type: ignore[misc]
+        """``Trainer(callbacks=[bln.callbacks.LightningCalibrate(train_batches)])``."""
+
+        def on_validation_start(self, trainer: Any, pl_module: nn.Module) -> None:
+            if trainer.state.fn == "fit" and not trainer.sanity_checking:  # validate() takes a model as it was saved
+                self.calibrate(pl_module, trainer.world_size > 1)
+
+    return {"LightningReset": LightningReset, "LightningCalibrate": LightningCalibrate}
+
+
+def _for_transformers(base: Any) -> dict[str, Any]:
+    class TrainerReset(base):  # type: ignore[misc]
+        """``transformers.Trainer(..., callbacks=[bln.callbacks.TrainerReset()])``."""
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+            _reset(model)
+
+    class TrainerCalibrate(_Calibration, base):  # type: ignore[misc]
+        """``transformers.Trainer(..., callbacks=[bln.callbacks.TrainerCalibrate(train_batches)])``."""
+
+        _at = -1
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+            if control.should_evaluate:  # comes next; the trainer's own callback, which decides, is called first
+                self._once(args, state, model)
+
+        on_epoch_end = on_step_end
+
+        def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+            self._once(args, state, model)
+
+        def _once(self, args: Any, state: Any, model: nn.Module) -> None:
+            if self._at != state.global_step:
+                self.calibrate(model, args.world_size > 1)
+                self._at = state.global_step
+
+    return {"TrainerReset": TrainerReset, "TrainerCalibrate": TrainerCalibrate}
 
 
 def _import(module: str, extra: str) -> Any:

@@ -11,7 +11,7 @@ def test_every_block_runs_also_those_that_need_an_extra(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = PAGE.read_text(encoding="utf-8")
     found = re.findall(r"^```python( title=[^\n]*)?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    assert sum(bool(title) for title, _ in found) == 5
+    assert sum(bool(title) for title, _ in found) == 6
     namespace: dict[str, object] = {"__name__": "page"}
     for number, (title, block) in enumerate(found, 1):
         with warnings.catch_warnings():

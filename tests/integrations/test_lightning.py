@@ -104,9 +104,43 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, data):
     assert updates(model) == [5, 5]
 
 
-def test_the_callback_can_be_sent_to_another_process():
-    callback = pickle.loads(pickle.dumps(bln.callbacks.LightningReset()))
-    assert type(callback) is bln.callbacks.LightningReset
+@pytest.mark.parametrize(("name", "arguments"), [("LightningReset", []), ("LightningCalibrate", [[1, 2]])])
+def test_callbacks_can_be_sent_to_another_process(name, arguments):
+    kind = getattr(bln.callbacks, name)
+    callback = pickle.loads(pickle.dumps(kind(*arguments)))
+    assert type(callback) is kind
+    assert getattr(callback, "batches", [1, 2]) == [1, 2]
+
+
+def test_each_validation_is_preceded_by_a_calibration(tmp_path, data):
+    """So the statistics are those of the weights at the end, and training goes on from there."""
+    batches = [data[8 * at : 8 * at + 8] for at in range(5)]
+    model, checked = Classifier(momentum=0.1), []
+
+    class Check(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                found = {name: layer.population.snapshot() for name, layer in bln.layers(pl_module).items()}
+                bln.calibrate(pl_module, batches, progress=False)
+                checked.append((found, {n: layer.population.snapshot() for n, layer in bln.layers(pl_module).items()}))
+
+    run = trainer(tmp_path, bln.callbacks.LightningCalibrate(batches), Check())
+    run.fit(model, DataLoader(data, 8, shuffle=True), DataLoader(data, 16))
+    assert len(checked) == 3
+    for found, again in checked:
+        for name, (_, values) in found.items():
+            for key, value in values.items():
+                torch.testing.assert_close(value, again[name][1][key], msg=f"{name}.{key}")
+    assert model.training
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run.validate(model, DataLoader(data, 16), verbose=False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_what_can_be_gone_through_once_is_refused(data):
+    with pytest.raises(TypeError, match="list_iterator can be gone through once only, and each evaluation needs it"):
+        bln.callbacks.LightningCalibrate(iter([data[:8]]))
 
 
 def test_search_and_calibration_take_the_module_and_its_loaders(tmp_path, data):

@@ -1,5 +1,6 @@
 """Models of Hugging Face transformers with their norms converted: train, evaluate, save and load again."""
 
+import itertools
 import warnings
 
 import pytest
@@ -194,3 +195,28 @@ def test_a_converted_resnet_is_frozen_by_an_example():
         # Convolutions with other weights round otherwise: float32 through nine of them.
         torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
     assert report.difference < 1e-4
+
+
+@pytest.mark.parametrize("evaluations", ["no", "epoch", "steps"])
+def test_the_trainer_calibrates_before_each_evaluation_and_at_the_end(tmp_path, evaluations, monkeypatch):
+    model, inputs = resnet()
+    bln.convert(model)
+    data = [{"pixel_values": x, "labels": at % 3} for at, x in enumerate(inputs["pixel_values"])]
+    batches = [{"pixel_values": x} for x in inputs["pixel_values"].split(4)]
+    seen = []
+    calibrate = bln.callbacks.calibrate
+    monkeypatch.setattr(
+        bln.callbacks, "calibrate", lambda *a, **options: (seen.append("calibrate"), calibrate(*a, **options))
+    )
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, *a, **options: (seen.append("evaluate"), {})[1])
+    arguments = TrainingArguments(
+        tmp_path, per_device_train_batch_size=4, num_train_epochs=2, eval_strategy=evaluations, eval_steps=4,
+        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    callback = bln.callbacks.TrainerCalibrate(batches)
+    Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback]).train()
+    pairs = ["calibrate", "evaluate"]
+    seen = [each for each, _ in itertools.groupby(seen)]  # the last step may be evaluated twice, as the epoch's end too
+    assert seen == {"no": ["calibrate"], "epoch": pairs * 2, "steps": pairs * 2}[evaluations]
+    layer = next(iter(bln.layers(model).values()))
+    assert layer.population.updates[0] == len(batches)

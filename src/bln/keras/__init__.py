@@ -10,10 +10,11 @@ except ImportError as error:
 from .layer import BatchLayerNormalization
 from .layer import read as read
 from .layer import write as write
-from .model import ResetStatistics, calibrate, configure, layers, reset_statistics, search
+from .model import Calibrate, ResetStatistics, calibrate, configure, layers, reset_statistics, search
 
 __all__ = [
     "BatchLayerNormalization",
+    "Calibrate",
     "ResetStatistics",
     "calibrate",
     "configure",

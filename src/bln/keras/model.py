@@ -13,7 +13,6 @@ from keras import ops
 from .. import _array_models
 from .._search.result import SearchResult
 from ..config import StatisticsConfig, choices, configure_layers
-from ..progress import track
 from .layer import BatchLayerNormalization, to_numpy
 
 if TYPE_CHECKING:
@@ -118,12 +117,47 @@ def calibrate(model: Any, batches: Iterable[Any], *, progress: bool = True) -> N
         model.predict_function = compiled
 
 
+class Calibrate(keras.callbacks.Callback):
+    """Calibrate before each evaluation, that of ``fit(validation_data=...)`` or ``evaluate``.
+
+    Args:
+        batches: As ``calibrate`` takes them; gone through at each evaluation.
+        progress: Likewise.
+
+    Examples:
+        >>> import keras, numpy, bln.keras
+        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization()])
+        >>> model.compile(loss="mse")
+        >>> x = numpy.random.normal(size=(12, 3))
+        >>> each_time = bln.keras.Calibrate([x[:6], x[6:]])
+        >>> history = model.fit(x, x, epochs=2, verbose=0, validation_data=(x, x), callbacks=[each_time])
+        >>> int(model.layers[0].updates[0])
+        2
+    """
+
+    def __init__(self, batches: Iterable[Any], *, progress: bool = False) -> None:
+        super().__init__()
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"{type(batches).__name__} can be gone through once only, and each evaluation needs it; give a "
+                "tf.data.Dataset, a DataLoader or a list"
+            )
+        self.batches, self.progress = batches, progress
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Calibrate."""
+        calibrate(self.model, self.batches, progress=self.progress)
+
+
 def _tracked(batches: Iterable[Any], what: str, progress: bool) -> Generator[Any]:
     """Batches as NumPy arrays, with a progress bar."""
     if isinstance(batches, keras.utils.PyDataset):
         batches = [batches[index] for index in range(batches.num_batches)]
-    for batch in track(batches, what) if progress else batches:
-        yield keras.tree.map_structure(to_numpy, tuple(batch) if isinstance(batch, list) else batch)
+
+    def convert(batch: Any) -> Any:
+        return keras.tree.map_structure(to_numpy, tuple(batch) if isinstance(batch, list) else batch)
+
+    return _array_models.tracked(batches, what, progress, convert)
 
 
 # ---- search

@@ -226,6 +226,47 @@ class TestResetStatistics:
         assert numpy(layer.updates).tolist() == [2] * 5
 
 
+class TestCalibrateCallback:
+    def test_each_evaluation_is_preceded_by_a_calibration(self, rng):
+        model = net()
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        x, y = normal(rng, 24, 6, 6, 1), rng.integers(0, 3, 24)
+        batches = [x[:12], x[12:]]
+        seen = []
+
+        class Check(keras.callbacks.Callback):
+            def on_test_end(self, logs=None):
+                seen.append(state(self.model))
+
+        callbacks = [bln.keras.Calibrate(batches), Check()]
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y), callbacks=callbacks)
+        assert len(seen) == 2
+        assert (seen[0]["first", "updates"][0] == 2).all()
+        assert np.abs(seen[0]["first", "batch_mean"] - seen[1]["first", "batch_mean"]).max() > 0
+        loss = model.evaluate(x, y, verbose=0, callbacks=callbacks)
+        after = state(model)
+        bln.keras.calibrate(model, batches)
+        for key, value in state(model).items():
+            np.testing.assert_allclose(after[key], value, err_msg=str(key), **CLOSE)
+        assert model.evaluate(x, y, verbose=0) == pytest.approx(loss, rel=1e-4)
+
+    def test_training_changes_weights_all_the_same(self, rng):
+        model = net()
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        x, y = normal(rng, 24, 6, 6, 1), rng.integers(0, 3, 24)
+        before = numpy(model.layers[0].kernel).copy()
+        calibrate = bln.keras.Calibrate([x])
+        model.fit(x, y, batch_size=8, epochs=1, verbose=0, validation_data=(x, y), callbacks=[calibrate])
+        middle = numpy(model.layers[0].kernel).copy()
+        model.fit(x, y, batch_size=8, epochs=1, verbose=0, validation_data=(x, y), callbacks=[calibrate])
+        assert np.abs(middle - before).max() > 0
+        assert np.abs(numpy(model.layers[0].kernel) - middle).max() > 0
+
+    def test_what_can_be_gone_through_once_is_refused(self):
+        with pytest.raises(TypeError, match="list_iterator can be gone through once only"):
+            bln.keras.Calibrate(iter([]))
+
+
 class TestSearch:
     @pytest.fixture(params=[None, 1])
     def trained(self, rng, request):

@@ -1,34 +1,22 @@
-"""Batch Layer Normalization for Flax NNX."""
+"""The layer, for Flax NNX."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
-try:
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-except ImportError as error:
-    from ._install import install
-
-    raise ImportError(f"bln.flax takes Flax NNX, which is not installed: {install('flax')}") from error
-
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from . import _arrays
-from ._frameworks import State, as_numpy, as_tensor
-from ._positions import window
-from ._spec import Spec
-from .config import StatisticsConfig, configure_layers
-
-if TYPE_CHECKING:
-    Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
-
-__all__ = ["BatchLayerNorm", "configure", "layers", "reset_statistics"]
+from .. import _arrays
+from .._frameworks import State, as_numpy, as_tensor
+from .._positions import window
+from .._spec import Spec
+from ..config import StatisticsConfig
 
 
 class BatchLayerNorm(nnx.Module):
@@ -141,6 +129,7 @@ class BatchLayerNorm(nnx.Module):
         self.axis_index_groups = axis_index_groups
         self.dtype = dtype
         self.param_dtype = param_dtype
+        self._calibrating = self._reached = False
         shape = (self.num_features,)
         self.scale = nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else nnx.data(None)
         self.bias = nnx.Param(bias_init(rngs.params(), shape, param_dtype)) if use_bias else nnx.data(None)
@@ -173,12 +162,15 @@ class BatchLayerNorm(nnx.Module):
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
         infer = self.use_running_average if use_running_average is None else use_running_average
+        infer = infer and not self._calibrating
         if infer is None:
             raise ValueError(
                 "use_running_average is not known. Ways out: (1) pass it to the constructor; (2) pass it to the call; "
                 "(3) model.train() or model.eval()"
             )
         x, mask = jnp.asarray(x), None if mask is None else jnp.asarray(mask)
+        if self._calibrating and not isinstance(x, jax.core.Tracer):
+            self._reached = True
         channel_dim = self._check(x, mask, infer)
         given = self.dtype or jnp.result_type(x, *(p[...] for p in (self.scale, self.bias) if p is not None))
         if x.shape[0] == 0:
@@ -193,7 +185,9 @@ class BatchLayerNorm(nnx.Module):
             y = layer.infer(rows, mask, self.priors[...])
         else:
             psum = partial(jax.lax.psum, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
-            y, after = layer.train(rows, mask, self.momentum, None if self.axis_name is None else psum)
+            y, after = layer.train(
+                rows, mask, self.momentum, None if self.axis_name is None or self._calibrating else psum
+            )
             for name, value in after.items():
                 variable = getattr(self, name)
                 variable[...] = jax.lax.stop_gradient(value.astype(variable.dtype))
@@ -256,45 +250,13 @@ class BatchLayerNorm(nnx.Module):
             variable = getattr(self, name)
             variable.set_value(jnp.full_like(variable[...], value))
 
+    def _snapshot(self) -> dict[str, Any]:
+        return {name: np.array(getattr(self, name)[...]) for name in _arrays.INITIAL}
 
-# ---- whole models
-
-
-def layers(model: Any) -> dict[str, BatchLayerNorm]:
-    """The model's BLN layers by path, in the order of names, numbers as numbers.
-
-    Flax does not keep the order in which attributes were assigned.
-    """
-    found = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, BatchLayerNorm)}
-    return dict(sorted(found.items(), key=lambda item: [_natural(part) for part in item[0].split(".")]))
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """A key that sorts norm2 before norm10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
-
-
-def _required_layers(model: Any) -> dict[str, BatchLayerNorm]:
-    if not (found := layers(model)):
-        raise ValueError(f"{type(model).__name__} has no bln.flax.BatchLayerNorm; add one")
-    return found
-
-
-def configure(model: Any, config: Configuration) -> None:
-    """Choose the statistics of inference: one configuration for all BLN layers, or one for each name.
-
-    Args:
-        model: A Flax NNX module with BLN layers.
-        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``layers`` gives them, to such; layers
-            that it does not name stay as they are.
-    """
-    configure_layers(_required_layers(model), config)
-
-
-def reset_statistics(model: Any) -> None:
-    """Forget the population statistics of all BLN layers. With ``momentum=None``, call it at each epoch's start."""
-    for layer in _required_layers(model).values():
-        layer.reset_statistics()
+    def _restore(self, snapshot: Mapping[str, Any]) -> None:
+        for name, value in snapshot.items():
+            variable = getattr(self, name)
+            variable.set_value(jnp.asarray(value, variable.dtype))
 
 
 # ---- moving to and from other frameworks

@@ -122,7 +122,7 @@ def adapt(
 
     Given batches of the new data, without labels, composed as requests will be, the prior is chosen: the one whose
     answers to single batches agree best with the answers to all batches together. Where batches are sorted by class,
-    whose statistics are not those of the data, that is mostly the population, which is what one wants there.
+    whose statistics are not those of the data, that is a larger prior or the population, which limits the harm.
 
     Args:
         model: A model with BatchNorm or BLN layers. Put it into ``eval()``: in training nothing changes.

@@ -445,7 +445,9 @@ WRONG_SHAPES = [(5, 6, 1), (1, 6, 4), (6, 4), (5, 6, 4, 1), ()]
              lambda a: bln.functional.batch_layer_norm(torch.randn(3, 4), activation=a)],
     ids=["layer", "affine", "function"],
 )  # fmt: skip
-@pytest.mark.parametrize("given", ["tanh", "ReLU", "", nn.ReLU(), F.relu, True], ids=str)
+@pytest.mark.parametrize(
+    "given", ["tanh", "ReLU", "", nn.ReLU(), F.relu, True], ids=lambda given: getattr(given, "__name__", str(given))
+)
 def test_an_activation_that_is_not_known_is_refused_with_the_ways_out(make, given):
     with pytest.raises(ValueError, match=r"None or one of 'relu', 'silu', 'gelu', got .*put its module behind"):
         make(given)

@@ -13,7 +13,7 @@ from tiny_runs import TINY, patch
 import bln
 from bln._install import install
 from bln.cli import _spread, main
-from bln.experiments import runs
+from bln.experiments import demo, runs
 from bln.experiments.reproduce import estimate, plan, reproduce, summarize
 from bln.experiments.runs import RunFolder, Settings
 from bln.experiments.sizes.study import Estimate
@@ -163,17 +163,17 @@ class TestCommandLine:
             assert ended.value.code == 130
             assert "the same command goes on from here" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(("options", "seeds"), [([], 3), (["--seeds", "1"], 1), (["--seeds", "5"], 5)])
+    @pytest.mark.parametrize(("options", "seeds"), [([], demo.SEEDS), (["--seeds", "1"], 1)])
     def test_the_demonstration_has_as_many_seeds_as_asked_for(self, monkeypatch, tmp_path, options, seeds):
         seen = []
-        monkeypatch.setattr("bln.experiments.commands._run", lambda *arguments: seen.append(arguments))
+        monkeypatch.setattr("bln.experiments.commands._run_sizes", lambda *arguments: seen.append(arguments))
         with pytest.raises(SystemExit):
             main(["demo", "--out", str(tmp_path), "--device", "auto", *options])
-        ((settings, _, _, device, _),) = seen
+        ((cells, _, _, device, _),) = seen
         assert device == "auto"
-        runs_of = {replace(each, seed=0) for each in settings}
-        assert len(settings) == len(set(settings)) == len(runs_of) * seeds
-        assert {each.seed for each in settings} == set(range(seeds))
+        assert {each.seeds for each in cells} == {seeds}
+        assert {each.norm for each in cells} == set(demo.NORMS)
+        assert {each.batch_size for each in cells} == set(demo.BATCH_SIZES)
 
     @pytest.mark.parametrize("arguments", [["--version"], ["--version", "demo"]])
     def test_the_version(self, arguments, capsys):

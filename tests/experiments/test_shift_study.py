@@ -227,7 +227,7 @@ def test_the_command_runs_and_reports_again(cifar, tmp_path, monkeypatch, capsys
     assert "options of its own" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bln-shared", "activation"])
+@pytest.mark.parametrize("name", ["bln", "activation"])
 def test_layers_of_other_forms_answer_one_request_after_the_other(name):
     net = a_net("bln-grouped" if name == "activation" else name)
     if name == "activation":

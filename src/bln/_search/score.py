@@ -24,8 +24,8 @@ def averages(
 
     A mini-batch weighs as much as it has ``samples``, in the standard error too.
 
-    >>> averages([[[1.0]], [[4.0]]], [2, 1], [])
-    [Score(loss=2.0, loss_error=2.0, metrics={}, metrics_error={})]
+    >>> averages([[[1.0]], [[3.0]]], [5, 5], [])
+    [Score(loss=2.0, loss_error=1.0, metrics={}, metrics_error={})]
     """
     total = sum(samples)
     weights = [number / total if total else math.nan for number in samples]
@@ -44,5 +44,5 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, flo
     count = len(values)
     if count < 2:
         return mean, math.nan
-    spread = sum(weight * (value - mean) * (value - mean) for weight, value in zip(weights, values, strict=True))
-    return mean, math.sqrt(spread * count / (count - 1))
+    parts = [weight * (value - mean) for weight, value in zip(weights, values, strict=True)]
+    return mean, math.sqrt(sum(part * part for part in parts) * count / (count - 1))

@@ -147,6 +147,19 @@ def test_norms_without_batch_statistics_are_left():
     assert str(net[3].config) == "TTFF"
 
 
+def test_norms_that_cannot_be_adapted_are_named(net):
+    class FrozenNorm(nn.BatchNorm2d):
+        def __init__(self, features):
+            super().__init__(features, affine=False)
+            del self.weight
+            self.register_buffer("weight", torch.ones(features))
+
+    net[4] = FrozenNorm(8).eval()
+    with pytest.warns(UserWarning, match=r"bln.adapt:\n  4: left as it is, .*FrozenNorm: its weight is a buffer"):
+        adaptation = bln.adapt(net)
+    assert list(adaptation.layers) == ["1"]
+
+
 def test_with_a_memory_single_samples_adapt_in_time(net):
     x, labels = images(400, 1000)
     alone = bln.adapt(net, prior=16)

@@ -215,6 +215,20 @@ class _Window(oracle.Population):
             setattr(self, name, value if grouped else value[index])
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["second", "last"])
+def test_gradients_of_large_means_are_those_of_centred_sums(memory_format):
+    """A sum of dy * x from which mean * dy is taken away afterwards would be several times as far off."""
+    x = (torch.randn(8, 16, 24, 24) + 1e4).to(memory_format=memory_format)
+    dy = torch.randn(8, 16, 24, 24).to(memory_format=memory_format)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        layer = BatchLayerNorm(16, groups=4, dtype=dtype)
+        found.append(torch.autograd.grad(layer(x.to(dtype)), layer.weight, dy.to(dtype))[0].double())
+    # The mean rounds by half an epsilon of its size, and moves dy * x_B by the sum of dy, some 70, times that.
+    bound = torch.finfo(torch.float32).eps * 1e4 * dy.sum((0, 2, 3)).abs().clamp(min=70).double()
+    assert ((found[0] - found[1]).abs() <= bound).all()
+
+
 class TestInference:
     @pytest.mark.parametrize("config", CONFIGS + PRIORS)
     @pytest.mark.parametrize("per_position", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,10 +31,11 @@ class Adaptation:
         agreement: For each candidate how well its answers agree with those of all batches together, where there were
             batches to choose by.
         layers: The adapted layers by name.
+        notes: Norms that were left as they are, and why.
     """
 
     def __init__(self, model: nn.Module, memory: int | None) -> None:
-        found, self._notes = replacements(model, groups=1, batch_norms=True)
+        found, self.notes = replacements(model, groups=1, batch_norms=True)
         if model in found:
             raise ValueError(
                 f"the model is itself a {type(model).__name__}, which cannot be replaced in place; put it in "
@@ -51,7 +53,7 @@ class Adaptation:
                 raise ValueError(
                     f"{type(model).__name__} has no norm with batch statistics, so there is nothing to adapt: those of "
                     "GroupNorm, LayerNorm and InstanceNorm are each sample's own. Without training such a net cannot "
-                    "be fitted to other data" + "".join(f"\n  {note}" for note in self._notes)
+                    "be fitted to other data" + "".join(f"\n  {note}" for note in self.notes)
                 )
             for layer in self.layers.values():
                 layer.memory = memory
@@ -169,6 +171,8 @@ def adapt(
     except BaseException:
         adaptation.undo()
         raise
+    if adaptation.notes:
+        warnings.warn("bln.adapt:\n  " + "\n  ".join(adaptation.notes), stacklevel=2)
     return adaptation
 
 

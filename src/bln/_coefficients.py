@@ -286,6 +286,6 @@ def _sums(rows: _Rows, dy: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     sums, dots = torch.empty((2, *rows.pairs), dtype=dy.dtype)
     for at, product in rows.scratch():
         torch.sum(dy[at], 1, out=sums[at])
-        torch.sum(torch.mul(rows.x[at], dy[at], out=product), 1, out=dots[at])
-    # No worse than x being rounded: only squares of large means cancel badly.
-    return sums, dots.addcmul_(mean, sums, value=-1)
+        torch.sub(rows.x[at], mean[at, None], out=product)
+        torch.sum(product.mul_(dy[at]), 1, out=dots[at])
+    return sums, dots

@@ -40,7 +40,7 @@ class Framework(NamedTuple):
 
 
 def framework(model: Any) -> Framework:
-    """That of a model or layer."""
+    """Return the framework of a model or layer."""
     # Keras first: on the torch backend its layers are torch modules too.
     for name, library, base in (("keras", "keras", "Layer"), ("flax", "flax.nnx", "Module")):
         if library in sys.modules and isinstance(model, getattr(sys.modules[library], base)):

@@ -309,7 +309,7 @@ def ranked(rows: Sequence[Row], robust: bool) -> tuple[Row, ...]:
 
 
 def preferred(rows: Sequence[Row], robust: bool) -> Row:
-    """Of rows within a standard error of the lowest loss, the one that depends least on its batch."""
+    """Choose, among rows within a standard error of the lowest loss, the one that depends least on its batch."""
     return min((row for row in rows if _within(row, rows[0], robust)), key=lambda row: row.batch_dependence)
 
 

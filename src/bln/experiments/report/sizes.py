@@ -194,7 +194,7 @@ def claim(results: Results) -> str:
 
 
 def sentences(results: Results) -> tuple[str, str]:
-    """Two plain sentences: what came out, and what it says of the claim."""
+    """Write two plain sentences: what came out, and what it says of the claim."""
     main = [norm for norm in (OURS, "bln", *RIVALS) if norm in results.norms]
     parts = []
     for size in results.sizes:

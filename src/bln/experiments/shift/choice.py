@@ -1,4 +1,4 @@
-"""Which prior unlabelled requests choose, and whether a request tells a shift of labels from a shift of inputs."""
+"""Priors chosen without labels, and how well a request tells a shift of labels from a shift of inputs."""
 
 from __future__ import annotations
 

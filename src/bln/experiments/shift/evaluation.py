@@ -85,7 +85,7 @@ def _is_plain(layer: BatchLayerNorm) -> bool:
 
 @contextmanager
 def _by_request(net: nn.Module, size: int) -> Iterator[None]:
-    """Have each BLN layer take batch statistics over every ``size`` samples of its input."""
+    """Make each BLN layer take batch statistics over every ``size`` samples of its input."""
     layers = bln.layers(net).values()
     try:
         for layer in layers:

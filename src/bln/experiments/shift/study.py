@@ -62,7 +62,7 @@ class Questions:
 
 
 class Condition(NamedTuple):
-    """Which images a net is asked about, and how they arrive."""
+    """The images that a net is asked about, and how they arrive."""
 
     part: str
     """``test``, or ``validation``: images held out of the training set, under other corruptions."""
@@ -283,7 +283,7 @@ def _kept(path: Path, like: Tensor) -> Tensor | None:
 
 
 def choose(recipes: Sequence[Recipe], questions: Questions, out: Path, data_dir: Path, progress: Progress) -> Path:
-    """Have requests choose priors without labels, for the BatchNorm nets; returns the file of results.
+    """Choose priors without labels for the BatchNorm nets, and return the file of results.
 
     A net whose lines are there is not asked again.
     """

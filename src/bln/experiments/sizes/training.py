@@ -120,7 +120,7 @@ def tested(task: str, folder: Path, device: torch.device) -> int:
 
 
 class Part(NamedTuple):
-    """Which images each run sees, one column for a run."""
+    """The images each run sees, one column for a run."""
 
     images: Tensor
     labels: Tensor

@@ -6,7 +6,7 @@ READY := .venv/.ready
 INTEGRATIONS := .venv-integrations
 DIST := .venv-dist
 
-.PHONY: test test-browser test-gpu test-integrations test-triton check demo dist docs bench format clean
+.PHONY: test test-browser test-gpu test-integrations test-triton check demo dist docs tables bench format clean
 
 test: $(READY)  ## all tests, under 10 minutes on two cores
 	$(BIN)/python -m pytest
@@ -51,6 +51,12 @@ format: $(READY)
 
 docs: $(READY)  ## the site, in site/
 	$(BIN)/mkdocs build --strict
+
+tables: $(READY)  ## the measured tables, figures and charts of README and docs, from docs/results
+	$(BIN)/bln report docs/results --out build/report
+	cd build/report && cp --parents $$(find . -path "*/figures/*.png") ../../docs/results
+	$(BIN)/python docs/_measured.py
+	$(BIN)/python docs/_charts.py
 
 # The wheel is made from the sdist, as an installer would. The program that tries it out takes torch alone.
 dist: $(DIST)/.ready  ## wheel and sdist in dist/, checked, installed in an environment of its own and tried out

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bln
-from bln import formula, functional
+from bln import formula
+from bln._backends import operators
 
 CACHE = 64 * 2**20  # bytes: twice the last-level cache of most machines
 
@@ -62,7 +63,7 @@ def plain(layer: bln.BatchLayerNorm) -> Callable[[Tensor], Tensor]:
 
     def function(x: Tensor) -> Tensor:
         rows = x.movedim(layer.channel_dim, -1)
-        current = functional.current(rows, None, layer.spec)
+        current = operators.current(rows, None, layer.spec)
         y = formula.transform(rows, current, layer.weight, layer.bias, spec=layer.spec, xp=torch)
         return y.movedim(-1, layer.channel_dim)
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 import bln
 from bln import formula
+from bln._backends.operators import current
 from bln._spec import Spec
-from bln.functional import current
 
 SHAPES = [  # samples, positions, features
     (256, (56, 56), 64), (128, (56, 56), 64), (32, (112, 112), 64), (64, (28, 28), 256), (32, (14, 14), 512),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 import sys
 import time
@@ -41,7 +42,8 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "bn": nn.BatchNorm2d,
     "gn": lambda c: nn.GroupNorm(min(32, c), c),
     "ln": FeaturesLast,
-    "bln grouped": lambda c: bln.BatchLayerNorm(c, groups=8),
+    "bln grouped": lambda c: bln.BatchLayerNorm(c, groups=math.gcd(8, c)),
+    "bln fused": lambda c: bln.BatchLayerNorm(c, groups=math.gcd(8, c)),  # its activation and residual in the same pass
     "bln pooled": lambda c: bln.BatchLayerNorm(c, per_position=False, dim_scale=False),
     "bln published": bln.BatchLayerNorm,
 }
@@ -49,10 +51,27 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 # ---- nets
 
 
+class Activated(nn.Module):
+    """``relu(norm(x) + residual)``, in place, as torchvision's blocks have it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y: Tensor = self.norm(x)
+        return F.relu_(y if residual is None else y.add_(residual))
+
+
+def activated(norm: str, c: int) -> nn.Module:
+    """The norm with the ReLU behind it."""
+    return bln.BatchLayerNorm(c, groups=8, activation="relu") if norm == "bln fused" else Activated(NORMS[norm](c))
+
+
 class Bottleneck(nn.Module):
     """A block of ResNet-50: 1x1, 3x3 and 1x1 convolutions and a shortcut."""
 
-    def __init__(self, inside: int, width: int, stride: int, norm: Any, expansion: int = 4) -> None:
+    def __init__(self, inside: int, width: int, stride: int, norm: str, expansion: int = 4) -> None:
         super().__init__()
         out = expansion * width
         kernels = (1, 3, 1) if expansion == 4 else (3, 3)
@@ -62,22 +81,23 @@ class Bottleneck(nn.Module):
             nn.Conv2d(a, b, k, s, k // 2, bias=False)
             for a, b, k, s in zip(widths, widths[1:], kernels, strides, strict=False)
         )
-        self.norms = nn.ModuleList(norm(b) for b in widths[1:])
+        self.norms = nn.ModuleList(activated(norm, b) for b in widths[1:])
         self.shortcut = None
         if stride > 1 or inside != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), norm(out))
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), NORMS[norm](out))
 
     def forward(self, x: Tensor) -> Tensor:
         beside = x if self.shortcut is None else self.shortcut(x)
         *firsts, last = zip(self.convs, self.norms, strict=True)
         for conv, norm in firsts:
-            x = F.relu(norm(conv(x)))
-        return F.relu(last[1](last[0](x)) + beside)
+            x = norm(conv(x))
+        out: Tensor = last[1](last[0](x), residual=beside)
+        return out
 
 
-def resnet(norm: Any, blocks: tuple[int, ...], expansion: int, classes: int = 1000) -> nn.Module:
+def resnet(norm: str, blocks: tuple[int, ...], expansion: int, classes: int = 1000) -> nn.Module:
     """The standard residual net for images of 224 pixels."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), activated(norm, 64), nn.MaxPool2d(3, 2, 1)]
     inside = 64
     for stage, count in enumerate(blocks):
         for at in range(count):
@@ -89,32 +109,32 @@ def resnet(norm: Any, blocks: tuple[int, ...], expansion: int, classes: int = 10
 class ConvNextBlock(nn.Module):
     """Depthwise convolution, norm, and two dense layers on each position."""
 
-    def __init__(self, width: int, norm: Any) -> None:
+    def __init__(self, width: int, norm: str) -> None:
         super().__init__()
-        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), norm(width)
+        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), NORMS[norm](width)
         self.up, self.down = nn.Conv2d(width, 4 * width, 1), nn.Conv2d(4 * width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(self.depthwise(x)))))
 
 
-def convnext(norm: Any, width: int = 192, depth: int = 9) -> nn.Module:
+def convnext(norm: str, width: int = 192, depth: int = 9) -> nn.Module:
     """A stack of ConvNeXt blocks on patches."""
     blocks = [ConvNextBlock(width, norm) for _ in range(depth)]
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000))
     return nn.Sequential(nn.Conv2d(3, width, 8, 8), *blocks, head)
 
 
-def lenet(norm: Any) -> nn.Module:
+def lenet(norm: str) -> nn.Module:
     """The paper's convolutional net: the norms behind the nonlinearities."""
     return nn.Sequential(
-        nn.Conv2d(3, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), norm(6),
-        nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), norm(16), nn.Flatten(),
+        nn.Conv2d(3, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), NORMS[norm](6),
+        nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), NORMS[norm](16), nn.Flatten(),
         nn.Linear(576, 120), nn.Tanh(), nn.Linear(120, 10),
     )  # fmt: skip
 
 
-NETS: dict[str, tuple[Callable[[Any], nn.Module], int]] = {
+NETS: dict[str, tuple[Callable[[str], nn.Module], int]] = {
     "resnet50": (partial(resnet, blocks=(3, 4, 6, 3), expansion=4), 224),
     "resnet18": (partial(resnet, blocks=(2, 2, 2, 2), expansion=1), 224),
     "resnet18-small": (partial(resnet, blocks=(2, 2, 2, 2), expansion=1), 64),
@@ -133,7 +153,7 @@ class Step:
         torch.manual_seed(0)
         self.device, self.dtype, self.batch, self.mode = device, dtype, batch, mode
         layout = torch.channels_last if last else torch.contiguous_format
-        self.model = make(NORMS[norm]).to(device).to(memory_format=layout)
+        self.model = make(norm).to(device).to(memory_format=layout)
         classes = [m for m in self.model.modules() if isinstance(m, nn.Linear)][-1].out_features
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.inputs = [torch.randn(batch, 3, size, size, device=device).to(memory_format=layout) for _ in range(3)]
@@ -240,7 +260,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nets", nargs="+", choices=NETS, default=["resnet50"] if gpu else ["resnet18-small"])
-    parser.add_argument("--norms", nargs="+", choices=NORMS, default=["bn", "gn", "bln grouped"])
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=["bn", "gn", "bln grouped", "bln fused"])
     parser.add_argument("--modes", nargs="+", default=["eager", "graph"] if gpu else ["eager"])
     parser.add_argument("--batch", nargs="+", type=int, default=[128, 32] if gpu else [16])
     parser.add_argument("--types", nargs="+", default=["bfloat16"] if gpu else ["float32"])

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import bln
-from bln import formula, functional
+from bln import formula
+from bln._backends import operators
 from bln.experiments.lstm import LSTM
 from bln.experiments.models import Words
 from bln.experiments.norms import NORMS, Norm
@@ -42,7 +43,7 @@ class PlainBLN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         layer = self.layer
         rows = x.movedim(layer.channel_dim, -1)
-        current = functional.current(rows, None, layer.spec)
+        current = operators.current(rows, None, layer.spec)
         y = formula.transform(rows, current, layer.weight, layer.bias, spec=layer.spec)
         with torch.no_grad():
             n = x.shape[0]

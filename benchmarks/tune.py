@@ -1,10 +1,12 @@
-"""Find the rows of the launch table in ``bln/kernels/plan.py`` for this GPU, and print them.
+"""Find the rows of the launch tables of the grouped and the published form for this GPU, and print them.
 
     python benchmarks/tune.py                      # every kernel, both layouts: some minutes
     python benchmarks/tune.py --kernels measure
+    python benchmarks/tune.py --published          # the table of bln/_backends/triton/published.py
 
 Each candidate is compiled by several processes first, then timed on inputs that the cache does not hold. A row's score
-is the mean, over shapes and types, of its time in copies of the input.
+is the mean, over shapes and types, of its time in copies of the input; in the published form that of a whole forward
+and backward.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from typing import Any
 
 import torch
 
-from bln.kernels import plan
-from bln.kernels.plan import Over, Row, Shape
+import bln
+from bln._backends.triton import functions, grouped, published
+from bln._backends.triton.grouped import Over, Row
+from bln._backends.triton.launch import Shape
 
 KERNELS = ("measure", "apply", "measure_backward", "apply_backward")
 SHAPES = [(128, 64, 56 * 56), (128, 256, 28 * 28), (128, 512, 14 * 14), (128, 2048, 7 * 7), (32, 256, 14 * 14)]
@@ -37,11 +41,8 @@ def rows(channels_first: bool, short: bool) -> list[Row]:
 
 def over(name: str, row: Row, shape: Shape, itemsize: int) -> Over:
     """The launch of a kernel with another row than the table's."""
-    plan.TABLE[name, shape.channels_first, shape.p < plan.SHORT] = row
-    constants: dict[str, Any] = {"MASKED": False}
-    if name != "measure":
-        constants["ACTIVATION"] = None
-    return Over(name, shape, itemsize, GROUPS, constants)
+    grouped.TABLE[name, shape.channels_first, shape.p < grouped.SHORT] = row
+    return Over(name, shape, itemsize, GROUPS, {} if name == "measure" else {"ACTIVATION": None})
 
 
 def arguments(name: str, shape: Shape, dtype: torch.dtype, launch: Over) -> tuple[Any, ...]:
@@ -54,7 +55,7 @@ def arguments(name: str, shape: Shape, dtype: torch.dtype, launch: Over) -> tupl
     shares = torch.randn(2 * (c + n * GROUPS) + behind, device="cuda")
     y = torch.empty_like(x)
     return {
-        "measure": (x, None, found, None),
+        "measure": (x, None, found, None, None),
         "apply": (x, y, None, None, found, gamma, beta),
         "measure_backward": (x, dy, None, None, found, gamma, beta, shares),
         "apply_backward": (x, dy, None, y, None, None, found, gamma, beta, shares),
@@ -82,14 +83,57 @@ def microseconds(function: Any, flush: torch.Tensor, repeats: int = 9) -> float:
     return statistics.median(times)
 
 
+PUBLISHED = [
+    ((64, 784, 256), -1),
+    ((128, 3136, 64), -1),
+    ((256, 197, 768), -1),
+    ((64, 256, 784), 1),
+    ((4, 3136, 64), -1),
+]
+
+
+def tune_published(types: list[torch.dtype], best: int) -> None:
+    """Try rows of each kernel of the published form while the others keep theirs."""
+    flush = torch.empty(64 * 2**20, device="cuda")
+    for name, usual in list(published.TABLE.items()):
+        scores: dict[published.Row, list[float]] = {}
+        values, each = (
+            (usual.values // 2, usual.values, 2 * usual.values),
+            (usual.each // 2, usual.each, 2 * usual.each),
+        )
+        for (shape, channel_dim), dtype in product(PUBLISHED, types):
+            layer = bln.BatchLayerNorm(shape[channel_dim], channel_dim=channel_dim).cuda()
+            x, dy = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
+            copy = microseconds(lambda x=x, dy=dy: dy.copy_(x), flush)
+            x.requires_grad_()
+            for row in (usual._replace(values=v, each=e, stages=s) for v, e, s in product(values, each, (1, 3))):
+                published.TABLE[name] = row
+                functions._calls.clear()
+                step = partial(_step, layer, x, dy)
+                step()
+                scores.setdefault(row, []).append(microseconds(step, flush) / copy)
+        published.TABLE[name] = usual
+        for row in sorted(scores, key=lambda row: statistics.mean(scores[row]))[:best]:
+            ratios = " ".join(f"{score:5.2f}" for score in scores[row])
+            print(f'    "{name}": Row{tuple(row)},  # {ratios}', flush=True)
+
+
+def _step(layer: bln.BatchLayerNorm, x: torch.Tensor, dy: torch.Tensor) -> None:
+    torch.autograd.grad(layer(x), x, dy)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--types", nargs="+", default=["bfloat16"])
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--best", type=int, default=4, help="how many rows of each kernel to print")
+    parser.add_argument("--published", action="store_true", help="the published form's table instead")
     options = parser.parse_args()
     types = [getattr(torch, name) for name in options.types]
+    if options.published:
+        tune_published(types, options.best)
+        return
     kinds = list(product(options.kernels, (False, True), (False, True)))
     work = [
         (name, row, Shape(*shape, channels_first), dtype)
@@ -122,7 +166,7 @@ def main() -> None:
 
 def shapes(short: bool) -> list[tuple[int, int, int]]:
     """Those of a class of the table."""
-    return [shape for shape in SHAPES if (shape[2] < plan.SHORT) == short]
+    return [shape for shape in SHAPES if (shape[2] < grouped.SHORT) == short]
 
 
 if __name__ == "__main__":

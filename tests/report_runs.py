@@ -11,6 +11,12 @@ AUTHORS = json.loads((files("bln.experiments") / "authors.json").read_text("utf-
 RESNET = ("bln", "bln-shared", "bln-shared-no-scale", "bn", "gn", "ln", "batchrenorm")
 
 
+ORIGIN = {
+    "commit": "0123abcd", "device": "a machine", "versions": {"bln": "0.1.0", "torch": "2", "python": "3"},
+    "started": "2025-01-31T12:00:00+00:00",
+}  # fmt: skip
+
+
 def summary(runs, **more):
     return {
         "format": 1, "bln": "0.1.0", "commit": "0123abcd", "created": "2025-01-31T12:00:00+00:00",
@@ -38,10 +44,10 @@ def run(
     return {
         "task": task, "norm": norm, "batch_size": batch_size, "fraction": fraction, "seed": seed, "protocol": protocol,
         "status": "finished",
-        "epochs": dict(zip(CURVES, curves, strict=True)),
+        "curves": dict(zip(CURVES, curves, strict=True)),
         "best_epoch": epochs, "test": {"loss": loss, "accuracy": accuracy},
         "chosen": "TTFF" if configurations else None, "configurations": configurations,
-        "seconds": noisy(np.full(epochs, 3.0)), **more,
+        "seconds": noisy(np.full(epochs, 3.0)), **ORIGIN, **more,
     }  # fmt: skip
 
 
@@ -50,10 +56,9 @@ def by_size(norm, size, seed, accuracy, rate=0.003, validation=0.9, **more):
     curve = [0.5, validation]
     curves = dict.fromkeys(("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"), curve)
     return {
-        "task": "resnet20", "norm": norm, "batch_size": size, "learning_rate": rate, "seed": seed, "images": 100,
+        "task": "resnet20", "norm": norm, "batch_size": size, "learning_rate": rate, "seed": seed, "samples": 100,
         "epochs": 2, "status": "finished", "curves": curves, "test": {"loss": 1.0, "accuracy": accuracy},
-        "hours": 0.01, "memory_mib": 12.5, "together": 1, "commit": "0123abcd", "device": "a machine",
-        "versions": {"bln": "0.1.0", "torch": "2", "python": "3"}, "started": "2025-01-31T12:00:00+00:00", **more,
+        "hours": 0.01, "memory_mib": 12.5, "together": 1, **ORIGIN, **more,
     }  # fmt: skip
 
 
@@ -69,15 +74,15 @@ def like_authors(rng, seeds=5, noise=0.02, **only):
             def near(value, factor=factor, scale=noise / 2):
                 return None if value is None else float(value * factor * np.exp(rng.normal(0, scale)))
 
-            ours = json.loads(json.dumps(theirs)) | {"seed": seed}
-            if not ours["epochs"]["train_loss"]:  # the authors logged no curves of all data
+            ours = json.loads(json.dumps(theirs)) | {"seed": seed, **ORIGIN}
+            if not ours["curves"]["train_loss"]:  # the authors logged no curves of all data
                 twin = next(
                     r for r in AUTHORS if r["task"] == ours["task"] and r["norm"] == "bln" and r["batch_size"] == 25
                 )
-                ours["epochs"], ours["best_epoch"] = json.loads(json.dumps(twin["epochs"])), twin["best_epoch"]
-            ours["epochs"] = {
+                ours["curves"], ours["best_epoch"] = json.loads(json.dumps(twin["curves"])), twin["best_epoch"]
+            ours["curves"] = {
                 name: [near(v) if name.endswith("loss") else min(1.0, near(v)) for v in curve]
-                for name, curve in ours["epochs"].items()
+                for name, curve in ours["curves"].items()
             }
             ours["test"] = {key: near(value) for key, value in ours["test"].items()}
             if theirs["configurations"]:
@@ -91,7 +96,7 @@ def like_authors(rng, seeds=5, noise=0.02, **only):
                 ours["configurations"] = tables
                 ours["chosen"] = min(CONFIGURATIONS, key=lambda config: tables["validation"][config][0])
                 ours["test"] = dict(zip(("loss", "accuracy"), tables["test"][ours["chosen"]], strict=True))
-            ours["seconds"] = [near(value / 10) for value in theirs["seconds"]] * len(ours["epochs"]["train_loss"])
+            ours["seconds"] = [near(value / 10) for value in theirs["seconds"]] * len(ours["curves"]["train_loss"])
             runs.append(ours)
     return runs
 
@@ -133,7 +138,7 @@ def world(rng, right=True, seeds=4, protocol="paper", noise=0.003):
             for seed in range(seeds):
                 one = run(rng, task, norm, batch, fraction, seed, protocol, level=0.3 * place)
                 accuracy = (REACHED if right else ELSEWHERE)[task, batch][place] + rng.normal(0, noise)
-                one["epochs"]["train_accuracy"][-1] = accuracy
+                one["curves"]["train_accuracy"][-1] = accuracy
                 one["test"]["accuracy"] = accuracy
                 best = leader if right else "TFTT"
                 if norm == "bln":

@@ -49,6 +49,91 @@ def test_the_coefficient_form_and_its_derivative_are_those_of_the_equations(rng,
         np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-12)
 
 
+LIBRARIES = pytest.mark.parametrize(("xp", "asarray"), [(np, np.asarray), (torch, torch.as_tensor)])
+FORMS = {
+    "published": Spec.of(),
+    "pooled": Spec.of(per_position=False),
+    "grouped": Spec.of(2),
+    "grouped, per position": Spec.of(2, per_position=True),
+}
+
+
+def fresh(xp, positions, d, groups):
+    """What a layer remembers before training."""
+    shapes = formula.shapes(positions, d, groups)
+    *statistics, updates, samples = (
+        xp.full(shape, int(name.endswith("_var")), dtype=xp.int64 if name in ("updates", "samples") else xp.float64)
+        for name, shape in shapes.items()
+    )
+    return formula.Averages(Statistics(*statistics), updates, samples)
+
+
+def assert_averages(found, expected):
+    for name, theirs in oracle.NAMES.items():
+        value = np.asarray(getattr(found.statistics, name))
+        np.testing.assert_allclose(value, getattr(expected, theirs), atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", FORMS.values(), ids=FORMS)
+@LIBRARIES
+def test_mini_batches_are_measured_normalized_and_averaged_as_the_oracle_does(rng, xp, asarray, spec, masked):
+    positions = (5,) if spec.per_position else ()
+    found, expected = fresh(xp, positions, 4, spec.groups), oracle.Population(positions, 4, spec.groups)
+    for momentum, n in ((0.1, 4), (None, 1), (0.3, 6)):
+        x = rng.normal(size=(n, 5, 4)) * 3 + 1
+        mask = np.cumsum(rng.random((n, 5)) < 0.4, axis=1) < 2 if masked else None  # thin tails, some empty
+        given = None if mask is None else asarray(mask)
+        rows = formula.hide(xp, asarray(x), given)
+        batch = formula.current(xp, rows, given, spec)
+        y = formula.normalize(xp, rows, batch.statistics, None, None, given, spec)
+        options = {"mix_eps": spec.mix_eps, "dim_scale": spec.dim_scale, "groups": spec.groups}
+        wanted = oracle.train(x, mask=mask, per_position=spec.per_position, **options)
+        np.testing.assert_allclose(np.asarray(y), wanted, atol=1e-12)
+        found = formula.update(xp, found, formula.estimates(xp, batch, spec), momentum, spec.groups)
+        expected.update(x, momentum, mask, spec.per_position)
+        assert_averages(found, expected)
+    assert np.array_equal(np.broadcast_to(expected.updates, np.shape(found.updates[0])), np.asarray(found.updates[0]))
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # NumPy's, of what is not finite
+@LIBRARIES
+def test_a_mini_batch_that_is_not_finite_changes_nothing_and_samples_stop_at_the_most(rng, xp, asarray):
+    spec, x = Spec.of(per_position=False), rng.normal(size=(4, 3))
+    before = fresh(xp, (), 3, None)
+
+    def updated(old, x):
+        new = formula.estimates(xp, formula.current(xp, asarray(x), None, spec), spec)
+        return formula.update(xp, old, new, None, None, most=6)
+
+    once = updated(before, x)
+    twice = updated(once, x)
+    assert np.asarray(twice.samples).tolist() == [6] * 5
+    assert np.asarray(twice.updates).tolist() == [2] * 5
+    for bad in (np.nan, np.inf, 1e200):  # the last overflows as a square
+        after = updated(once, np.where(np.arange(3) == 1, bad * np.arange(1, 5)[:, None], x))
+        for mine, theirs in zip((*after.statistics, *after[1:]), (*once.statistics, *once[1:]), strict=True):
+            np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+@LIBRARIES
+def test_what_was_not_learned_since_and_one_over_m_come_from_before(rng, xp, asarray):
+    shapes = formula.shapes((2,), 3, None)
+
+    def remembered(updates):
+        statistics = [asarray(rng.normal(size=shape)) for shape in list(shapes.values())[:5]]
+        counters = np.broadcast_to(np.array(updates), (5, 2)).copy()
+        return formula.Averages(Statistics(*statistics), asarray(counters), asarray(3 * counters))
+
+    after, before = remembered([4, 0]), remembered([7, 7])
+    completed = formula.complete(xp, after, before, None)
+    for name in Statistics._fields:
+        mine, new, old = (np.asarray(getattr(a.statistics, name)) for a in (completed, after, before))
+        assert np.array_equal(mine[0], (old if name == "inverse_m" else new)[0]), name
+        assert np.array_equal(mine[1], old[1]), name
+    assert np.asarray(completed.updates).tolist() == [[4, 7]] * 4 + [[7, 7]]
+
+
 def test_weights_lean_on_features_as_the_mini_batch_shrinks():
     for m in (1, 2, 25, 256):
         w_B, w_F = formula.weights(1 / m, 1e-4, 9, dim_scale=False)

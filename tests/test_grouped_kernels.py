@@ -16,10 +16,13 @@ from torch import nn
 import bln
 import oracle
 import tolerance
+from bln import _backends
+from bln._backends import triton as kernels
+from bln._backends.triton import functions, grouped
+from bln._backends.triton import launch as launching
+from bln._masks import count
 from bln._spec import Spec
 from bln.config import StatisticsConfig
-from bln.functional import count
-from bln.kernels import grouped, plan
 from bln.population import Population
 from cases import Case, cases
 
@@ -65,7 +68,7 @@ def poisoned():
 @contextmanager
 def small_tiles(features=4, positions=8, tiles=2, rows=4, across=4, pairs=2, width=2):
     """Small inputs have several blocks of features, tiles in a range, ranges, and steps of all that joins them."""
-    chosen_before, lengths = plan.tile, itertools.cycle([tiles, 1, tiles + 1])  # not the same for all launches
+    chosen_before, lengths = grouped.tile, itertools.cycle([tiles, 1, tiles + 1])  # not the same for all launches
 
     def tile(shape, *given):
         run = positions * next(lengths)
@@ -81,9 +84,9 @@ def small_tiles(features=4, positions=8, tiles=2, rows=4, across=4, pairs=2, wid
         return constants, -(-c // across) + -(-n * groups // pairs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "tile", tile)
-        patch.setattr(plan, "joining_tile", joining_tile)
-        patch.setattr(grouped, "_calls", {})  # plans are made anew
+        patch.setattr(grouped, "tile", tile)
+        patch.setattr(grouped, "joining_tile", joining_tile)
+        patch.setattr(functions, "_calls", {})  # plans are made anew
         yield
 
 
@@ -112,7 +115,7 @@ def random_mask(shape, channel_dim, share=0.7):
     return mask
 
 
-def compare(case: Case, train=grouped.train_with_statistics) -> None:
+def compare(case: Case, train=kernels.train) -> None:
     """Forward, statistics and gradients; outputs are written everywhere, since NaN is what was there before."""
     x, gamma, beta, *rest = arguments(case)
     x = x.detach().requires_grad_()
@@ -230,7 +233,7 @@ def test_gradients_are_the_same_bits_each_time():
     with small_tiles():
         for _ in range(2):
             x, gamma = x.detach().requires_grad_(), gamma.detach().requires_grad_()
-            y = grouped.train(x, gamma, *rest)
+            y = kernels.train(x, gamma, *rest)[0]
             found.append([y, *torch.autograd.grad(y, [x, gamma], dy)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -243,7 +246,7 @@ def test_what_stands_at_hidden_entries_does_not_matter():
         x, gamma, beta, *rest = arguments(case)
         dy = torch.ones_like(x).masked_fill(on_device(hidden), value)
         x = x.requires_grad_()
-        y = grouped.train(x, gamma, beta, *rest)
+        y = kernels.train(x, gamma, beta, *rest)[0]
         found.append([y, *torch.autograd.grad(y, x, dy)])
         assert not y[on_device(hidden)].any()
         assert not found[-1][1][on_device(hidden)].any()
@@ -258,7 +261,7 @@ def test_an_output_lies_as_its_input(channel_dim):
         torch.randn(4, 6, 5, 3).movedim(2, -1),
     ):  # fmt: skip
         groups = 3 if channel_dim == 1 else 1
-        y = grouped.train(on_device(x), None, None, None, channel_dim % 4, Spec.of(groups=groups))
+        y = kernels.train(on_device(x), None, None, None, channel_dim % 4, Spec.of(groups=groups))[0]
         if x.is_contiguous() or x.movedim(channel_dim, -1).is_contiguous():
             assert y.stride() == x.stride()
 
@@ -279,8 +282,8 @@ def same_population(mine, theirs):
 def both_update(mine, theirs, x, mask, channel_dim, spec, momentum):
     """One mini-batch enters by the kernel, and by operators with the kernel's statistics."""
     with poisoned():
-        y, statistics = grouped.train_with_statistics(x, None, None, mask, channel_dim, spec)
-        also = grouped.train(x, None, None, mask, channel_dim, spec, (mine, momentum))
+        y, statistics = kernels.train(x, None, None, mask, channel_dim, spec)
+        also = kernels.train(x, None, None, mask, channel_dim, spec, (mine, momentum))[0]
     torch.testing.assert_close(y, also, rtol=0, atol=0, equal_nan=True)
     rows = list(x.shape)
     rows.pop(channel_dim)
@@ -319,7 +322,7 @@ def test_a_population_after_many_mini_batches(channel_dim, momentum, tiling):
         for n in (6, 1, 4):
             case = case_of(shape, channel_dim, groups=6, mean=0.0)
             case.x = case.x[:n]
-            grouped.train(*arguments(case), (mine, momentum))
+            kernels.train(*arguments(case), (mine, momentum))
             truth.update(case.rows, momentum, None, False)
     for name, value in mine.named_buffers():
         if name not in ("updates", "samples"):
@@ -335,20 +338,20 @@ def test_a_mini_batch_that_is_not_finite_changes_nothing(momentum, tiling):
     mine, x = Population(12, (), groups=3).to(DEVICE), torch.randn(6, 12, 5, device=DEVICE)
     spec = Spec.of(groups=3)
     with tiled(tiling):
-        grouped.train(x, None, None, None, 1, spec, (mine, momentum))
+        kernels.train(x, None, None, None, 1, spec, (mine, momentum))
         before = copy.deepcopy(mine)
         for value in (torch.nan, torch.inf, -torch.inf):
             spoiled = x.clone()
             spoiled[3, 7, 2] = value
-            grouped.train(spoiled, None, None, None, 1, spec, (mine, momentum))
+            kernels.train(spoiled, None, None, None, 1, spec, (mine, momentum))
         one_feature = torch.zeros_like(x)  # whose squares are more than float32 holds, in the last feature alone
         one_feature[::2, 11], one_feature[1::2, 11] = 1.5e19, -1.5e19
         one_group = torch.zeros_like(x)  # features far apart, none of which varies
         one_group[:, 8:10], one_group[:, 10:] = 1.5e19, -1.5e19
         for spoiled in (one_feature, one_group):
-            grouped.train(spoiled, None, None, None, 1, spec, (mine, momentum))
+            kernels.train(spoiled, None, None, None, 1, spec, (mine, momentum))
         assert all(torch.equal(value, getattr(before, name)) for name, value in mine.named_buffers())
-        grouped.train(x, None, None, None, 1, spec, (mine, momentum))
+        kernels.train(x, None, None, None, 1, spec, (mine, momentum))
     assert mine.updates.eq(2).all()
 
 
@@ -369,7 +372,7 @@ def test_a_mask_that_hides_everything_gives_zeros_and_no_update():
     before = copy.deepcopy(mine)
     x = torch.full((3, 4, 5), torch.nan, device=DEVICE, requires_grad=True)
     mask = torch.zeros(3, 5, dtype=torch.bool, device=DEVICE)
-    y = grouped.train(x, None, None, mask, 1, Spec.of(groups=2), (mine, 0.1))
+    y = kernels.train(x, None, None, mask, 1, Spec.of(groups=2), (mine, 0.1))[0]
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert not y.any()
     assert not dx.any()
@@ -399,7 +402,7 @@ def known_population(case: Case, known: bool):
 def test_inference_is_algorithm_2_in_every_configuration(case, config, known, tiling):
     population, truth = known_population(case, known)
     with tiled(tiling), poisoned():
-        y = grouped.infer(*arguments(case), population, config)
+        y = kernels.infer(*arguments(case), population, config)
     expected = truth.infer(
         case.rows, str(config), *case.affine, mask=case.numpy_mask, per_position=False, **case.options
     )
@@ -426,7 +429,7 @@ def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim, m
 
     def infer(at):
         some = None if mask is None else mask[at]
-        return grouped.infer(x[at], gamma, beta, some, *rest, population, StatisticsConfig.parse(config))
+        return kernels.infer(x[at], gamma, beta, some, *rest, population, StatisticsConfig.parse(config))
 
     whole = infer(slice(None))
     for at in (slice(0, 1), slice(0, 3), slice(-1, None), slice(3, 20)):
@@ -443,7 +446,7 @@ def test_gradients_through_inference(config, masked):
     for dtype in (torch.float32, torch.float64):
         tensors = [t.detach().to(dtype).requires_grad_() for t in (x, gamma, beta, residual)]
         if dtype == torch.float32:
-            y = grouped.infer(
+            y = kernels.infer(
                 *tensors[:3], mask, channel_dim, spec, population, StatisticsConfig.parse(config), tensors[3], "silu"
             )  # fmt: skip
         else:
@@ -459,8 +462,8 @@ def test_gradients_through_inference_notice_a_changed_population():
     case = case_of((5, 4, 6))
     population, _ = known_population(case, True)
     x, *rest = arguments(case)
-    y = grouped.infer(x.requires_grad_(), *rest, population, StatisticsConfig.parse("TTFF"))
-    grouped.train(x, *rest, (population, 0.1))
+    y = kernels.infer(x.requires_grad_(), *rest, population, StatisticsConfig.parse("TTFF"))
+    kernels.train(x, *rest, (population, 0.1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -525,7 +528,7 @@ def test_nonlinearities_and_residuals(activation, with_residual, masked, dtype, 
         inputs = [t.requires_grad_() for t in given if t is not None]
         with poisoned():
             if engine == "kernels":
-                y = grouped.train(*given[:3], mask, 1, spec, None, given[3], activation)
+                y = kernels.train(*given[:3], mask, 1, spec, None, given[3], activation)[0]
             else:
                 y = reference(*given, mask, spec, activation)
             found.append([y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))])
@@ -539,7 +542,7 @@ def test_a_gradient_of_the_residual_may_be_wanted_or_not(gradient_of_residual_fi
     (x, gamma, beta, residual, _), spec = activated_case((4, 6, 7), torch.float32, False, True)
     for wanted in (gradient_of_residual_first, not gradient_of_residual_first):
         r = residual.detach().requires_grad_(wanted)
-        y = grouped.train(x.requires_grad_(), gamma, beta, None, 1, spec, None, r, "silu")
+        y = kernels.train(x.requires_grad_(), gamma, beta, None, 1, spec, None, r, "silu")[0]
         y.sum().backward()
         assert (r.grad is not None) is wanted
 
@@ -559,7 +562,7 @@ def test_second_derivatives(activation, residual_kind):
         if double:
             y = reference(*given, None, spec, activation)
         else:
-            y = grouped.train(*given[:3], None, 1, spec, None, given[3], activation)
+            y = kernels.train(*given[:3], None, 1, spec, None, given[3], activation)[0]
         first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
         second = torch.autograd.grad(first[0].square().sum(), inputs)
         found.append([*first, *second])
@@ -587,7 +590,7 @@ def test_a_residual_that_is_not_as_the_input_is(kind, activation):
     found = []
     for other in (given, given.expand(x.shape).to(x.dtype).contiguous()):
         other = other.detach().requires_grad_()
-        y = grouped.train(x, gamma, beta, None, 1, spec, None, other, activation)
+        y = kernels.train(x, gamma, beta, None, 1, spec, None, other, activation)[0]
         (gradient,) = torch.autograd.grad(y, other, torch.ones_like(y))
         assert gradient.dtype == other.dtype
         found.append([y, gradient.to(x.dtype).sum(0) if kind == "one sample" else gradient.to(x.dtype)])
@@ -602,7 +605,7 @@ def launches(planned):
     """Every launch of a plan, by name."""
     for name, value in vars(planned).items():
         each = value if isinstance(value, list) else [value]
-        yield from ((f"{name} {at}", launch) for at, launch in enumerate(each) if isinstance(launch, plan.Launch))
+        yield from ((f"{name} {at}", launch) for at, launch in enumerate(each) if isinstance(launch, launching.Launch))
 
 
 def parameters_of(kernel):
@@ -616,10 +619,10 @@ def parameters_of(kernel):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("channels_first", [True, False])
 def test_a_compiled_kernel_gets_arguments_and_constants_in_its_order(channels_first, masked, activation, monkeypatch):
-    monkeypatch.setattr(plan, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "INTERPRETED", False)
     spec = Spec(2, False, 0.5, 0.25, True)
-    planned = plan.Plan(plan.Shape(3, 6, 40, channels_first), 4, spec, masked, activation)
-    known = {"N": 3, "C": 6, "P": 40, "groups": 2, "mix_eps": 0.25, "scale": 6**-0.5, "eps": 0.5, "MASKED": masked}
+    planned = grouped.Plan(launching.Shape(3, 6, 40, channels_first), 4, spec, masked, activation)
+    known = {"N": 3, "C": 6, "P": 40, "groups": 2, "mix_eps": 0.25, "scale": 6**-0.5, "eps": 0.5}
     known |= {"ACTIVATION": activation, "CHANNELS_FIRST": channels_first}
     found = dict(launches(planned))
     assert len({id(launch.kernel) for launch in found.values()}) == 7
@@ -641,9 +644,38 @@ def test_a_compiled_kernel_gets_arguments_and_constants_in_its_order(channels_fi
         assert given | {each: value for each, value in known.items() if each in given} == given, name
 
 
+class Launcher:
+    """Triton's, as far as a launch sees it: ``launch`` is C, what is around it differs from version to version."""
+
+    def __init__(self, style, scratch=0):
+        self.style, self.global_scratch_size, self.profile_scratch_size, self.calls = style, scratch, 0, []
+        self.launch = lambda *given: self.calls.append(given)
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *rest):
+        hooks = metadata, launch_metadata, enter, leave
+        if self.style == "flat":
+            self.launch(x, y, z, stream, function, False, False, None, *hooks, *rest)
+        elif self.style == "tuple":
+            self.launch(x, y, z, stream, function, False, False, *hooks, None, None, ["notes"], "signature", rest)
+        else:
+            self.launch(stream, x, *rest)
+
+
+@pytest.mark.parametrize("style", ["flat", "tuple", "unknown"])
+@pytest.mark.parametrize("scratch", [0, 128])
+def test_a_kernel_is_launched_as_tritons_launcher_would(style, scratch):
+    run, head, rest = Launcher(style, scratch), ("function", "data", None, None, None), (3, 0.5, True)
+    go = launching.straight(run, 7, head, 2, rest)
+    assert not run.calls  # trying it out launches nothing
+    run(7, 1, 1, 55, *head, 4096, None, *rest)
+    go(55, 4096, None)
+    assert run.calls[0] == run.calls[1]
+    assert (go.__name__ == "through") == bool(scratch or style == "unknown")
+
+
 def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
     """One compiled kernel is for all calls of a plan: types, what is ``None``, and alignment must be the same."""
-    kinds, call = {}, plan.Launch.__call__
+    kinds, call = {}, launching.Launch.__call__
 
     def kind(name, value):
         if isinstance(value, torch.Tensor):  # the kernels do not look at the alignment of small ones
@@ -658,8 +690,8 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
         assert all(good for _, good in found.values()), (self.kernel.fn.__name__, found)
         call(self, stream, *pointers)
 
-    monkeypatch.setattr(plan.Launch, "__call__", watched)
-    monkeypatch.setattr(grouped, "_calls", {})
+    monkeypatch.setattr(launching.Launch, "__call__", watched)
+    monkeypatch.setattr(functions, "_calls", {})
 
     def unaligned(tensor):
         """A copy that begins 1, 2 or 4 bytes behind a boundary."""
@@ -675,9 +707,9 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
                 layer = bln.BatchLayerNorm(4, groups=2, momentum=momentum, eps=eps, mix_eps=mix_eps).to(DEVICE)
                 x.requires_grad_(), residual.requires_grad_(wanted)
                 both = x, gamma, beta, mask, 1, layer.spec
-                y = grouped.train(*both, (layer.population, momentum), residual, "silu")
+                y = kernels.train(*both, (layer.population, momentum), residual, "silu")[0]
                 y.backward(dy)
-                grouped.infer(*both, layer.population, StatisticsConfig.parse("FFFF"), residual, "silu")
+                kernels.infer(*both, layer.population, StatisticsConfig.parse("FFFF"), residual, "silu")
                 assert torch.isfinite(y).all()
 
 
@@ -687,8 +719,8 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
 @pytest.fixture
 def ordinary(monkeypatch):
     """The layer has not met the kernels yet, and finds a device where there is none."""
-    monkeypatch.setattr(bln.layer, "_quick", None)
-    monkeypatch.setattr(grouped, "_calls", {})
+    monkeypatch.setattr(_backends, "quick", kernels.train_layer)
+    monkeypatch.setattr(functions, "_calls", {})
     if not GPU:
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
 
@@ -696,19 +728,19 @@ def ordinary(monkeypatch):
 @pytest.fixture
 def chosen(monkeypatch, ordinary):
     """The layer takes the kernels, as it does on a GPU."""
-    monkeypatch.setattr(bln.functional, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(_backends, "_on_gpu", lambda x: True)
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """The names of kernels that are launched."""
-    names, call = [], plan.Launch.__call__
+    names, call = [], launching.Launch.__call__
 
     def watched(self, *arguments):
         names.append(self.kernel.fn.__name__)
         call(self, *arguments)
 
-    monkeypatch.setattr(plan.Launch, "__call__", watched)
+    monkeypatch.setattr(launching.Launch, "__call__", watched)
     return names
 
 
@@ -749,9 +781,8 @@ def test_the_layer_with_kernels_is_the_layer_without(
         x, results = torch.randn(shape, device=DEVICE), []
         rest = [on_device(random_mask(shape, channel_dim))] if masked else []
         for layer, yes in ((mine, True), (theirs, False)):
-            monkeypatch.setattr(bln.functional, "_on_gpu", lambda x, yes=yes: yes)
-            if not yes:
-                monkeypatch.setattr(bln.layer, "_quick", None)
+            monkeypatch.setattr(_backends, "_on_gpu", lambda x, yes=yes: yes)
+            monkeypatch.setattr(_backends, "quick", kernels.train_layer if yes else None)
             launched.clear()
             trained = step(layer.train(), x, *rest)
             assert launched == (FORWARD + BACKWARD if yes else [])
@@ -793,7 +824,7 @@ def test_an_activated_layer(activation, with_residual, masked, last, chosen, lau
         same_gradients([y, *found], truth, ["y", "dx", "dgamma", "dbeta", "dresidual"][: len(truth)])
         assert hidden is None or not any(t[hidden].any() for t in (y, found[0], *found[3:]))
         if time == 1 and mask is None:
-            monkeypatch.setattr(grouped, "train", None)  # it is not asked again
+            monkeypatch.setattr(kernels, "train", None)  # it is not asked again
 
     launched.clear()
     layer.eval()
@@ -927,8 +958,8 @@ def test_another_layer_that_kernels_do_not_know_is_left_to_operators(change, cho
     launched.clear()
     y = other(x)
     assert change is parametrized or not launched
-    monkeypatch.setattr(bln.functional, "_on_gpu", lambda x: False)
-    monkeypatch.setattr(bln.layer, "_quick", None)
+    monkeypatch.setattr(_backends, "_on_gpu", lambda x: False)
+    monkeypatch.setattr(_backends, "quick", None)
     torch.testing.assert_close(y, twin(x), rtol=1e-4, atol=1e-4)  # both in float32, in another order
     for (name, mine), theirs in zip(other.named_buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; what _HOME says, a test compares them
     from . import callbacks, functional
-    from ._adapt import Adaptation, adapt
-    from ._padding import padding
+    from ._models.adapt import Adaptation, adapt
+    from ._models.affine import Affine
+    from ._models.calibrate import average_statistics, calibrate, configure, layers, reset_statistics
+    from ._models.convert import convert
+    from ._models.freeze import FreezeReport, freeze
+    from ._models.insert import insert
+    from ._models.padding import padding
+    from ._models.pretrained import load_pretrained
+    from ._search.rank import search
     from ._search.result import SearchResult
-    from ._search.search import search
     from ._transfer import transfer
-    from .affine import Affine
     from .config import StatisticsConfig
-    from .conversion import convert
     from .formula import Statistics
-    from .freezing import FreezeReport, freeze
-    from .insertion import insert
     from .layer import BatchLayerNorm
-    from .model import average_statistics, calibrate, configure, layers, reset_statistics
-    from .pretrained import load_pretrained
 
 __version__ = "0.1.0"
 
@@ -54,20 +54,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "_adapt": ["Adaptation", "adapt"],
-    "_padding": ["padding"],
+    "_models.adapt": ["Adaptation", "adapt"],
+    "_models.padding": ["padding"],
     "_search.result": ["SearchResult"],
-    "_search.search": ["search"],
+    "_search.rank": ["search"],
     "_transfer": ["transfer"],
-    "affine": ["Affine"],
+    "_models.affine": ["Affine"],
     "config": ["StatisticsConfig"],
-    "conversion": ["convert"],
+    "_models.convert": ["convert"],
     "formula": ["Statistics"],
-    "freezing": ["FreezeReport", "freeze"],
-    "insertion": ["insert"],
+    "_models.freeze": ["FreezeReport", "freeze"],
+    "_models.insert": ["insert"],
     "layer": ["BatchLayerNorm"],
-    "model": ["average_statistics", "calibrate", "configure", "layers", "reset_statistics"],
-    "pretrained": ["load_pretrained"],
+    "_models.calibrate": ["average_statistics", "calibrate", "configure", "layers", "reset_statistics"],
+    "_models.pretrained": ["load_pretrained"],
 }
 """Where each name is defined. Modules are imported when something of them is asked for: most take torch, which users of
 ``bln.keras`` and ``bln.flax`` need not have."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import _coefficients
+from ._masks import hide
 
 Activation = Literal["relu", "silu", "gelu"]
 """By the names they have in ``torch.nn.functional``; ``gelu`` is the exact one. All of them map 0 to 0."""
@@ -52,7 +52,7 @@ def finish(
     enters no gradient.
     """
     if residual is not None:
-        y = y + _coefficients.hide(residual, mask, channel_dim).to(y.dtype)
+        y = y + hide(residual, mask, channel_dim).to(y.dtype)
     if activation is None:
         return y
     result: Tensor = getattr(torch.nn.functional, activation)(y)

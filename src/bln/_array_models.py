@@ -1,38 +1,97 @@
-"""What Keras and Flax share about whole models: calibration and search. Imports no torch.
+"""Configuration, calibration and search of whole models of Keras and Flax. Imports no torch.
 
-A layer of either has ``momentum``, ``config``, ``groups`` and ``reset_statistics()``, and for calibration
-
-- ``_snapshot()``, all that it remembers as NumPy arrays by name, and ``_restore(snapshot)``;
-- ``_calibrating``, to run as in training whatever the model does, and ``_reached``, which a call then makes true,
-  if nothing has compiled it.
+What differs between the two is in their modules, ``bln.keras`` and ``bln.flax``: ``layers`` and the names with an
+underscore that are called here.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from . import _arrays
-from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult, ranked
-from ._search.score import averages
-from .config import StatisticsConfig, configure_layers
-from .formula import Statistics
-from .progress import track
+from . import formula
+from ._arrays import INITIAL, averages, by_name
+from ._frameworks import framework
+from ._progress import track
+from ._search.result import DEPENDS_ON_BATCH, SearchResult, ranked
+from ._search.score import Row
+from ._search.score import averages as scores
+from .config import StatisticsConfig, choices, configure_layers
 
-_INVERSE_M = Statistics._fields.index("inverse_m")
+Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
+Metric = str | Callable[[Any, Any], Any]
 
 
-def tracked(batches: Iterable[Any], what: str, progress: bool, convert: Callable[[Any], Any]) -> Generator[Any]:
-    """Each batch as ``convert`` makes it, with a progress bar."""
+def required_layers(model: Any) -> dict[str, Any]:
+    """Return the BLN layers of a model by name; refuse a model without any, and layers that are not built."""
+    tools = framework(model)
+    if not hasattr(tools, "_LAYER"):
+        raise TypeError(f"{type(model).__name__} is a torch model; what can be done with it is in bln itself")
+    found: dict[str, Any] = tools.layers(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no {tools._LAYER}; add one")
+    if unbuilt := [name for name, layer in found.items() if not getattr(layer, "built", True)]:
+        raise ValueError(
+            f"the layers {unbuilt} are not built: they do not know their input shape. Call the model on a batch, or "
+            "model.build(input_shape), before"
+        )
+    return found
+
+
+def configure(model: Any, config: Configuration) -> None:
+    """Choose the statistics of inference: one configuration for all BLN layers, or one for each name.
+
+    Compiled functions follow: nothing has to be compiled again.
+
+    Args:
+        model: A model with BLN layers.
+        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``layers`` gives them, to such; layers
+            that it does not name stay as they are.
+    """
+    configure_layers(required_layers(model), config)
+
+
+def reset_statistics(model: Any) -> None:
+    """Forget the population statistics of all BLN layers. With ``momentum=None``, call it at each epoch's start."""
+    for layer in required_layers(model).values():
+        layer.reset_statistics()
+
+
+def _converted(tools: ModuleType, batches: Any, what: str, progress: bool) -> Generator[Any]:
+    """Yield the batches as arrays of the framework, with a progress bar."""
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(batches, keras.utils.PyDataset):  # it may go on for ever
+        batches = [batches[at] for at in range(batches.num_batches)]
     for batch in track(batches, what) if progress else batches:
-        yield convert(batch)
+        yield tools._convert(tuple(batch) if isinstance(batch, list) else batch)
 
 
-def calibrate(found: Mapping[str, Any], batches: Iterable[Any], run: Callable[[Any], Any]) -> None:
-    """Recompute the statistics of the layers ``found`` as plain averages over ``batches``, each given to ``run``."""
+def calibrate(
+    model: Any, batches: Iterable[Any], *, step: Callable[[Any, Any], Any] | None = None, progress: bool = True
+) -> None:
+    """Recompute the population statistics under frozen weights (Algorithm 2), as plain averages over ``batches``.
+
+    Only the BLN layers run as in training, whether they are trainable or not: dropout stays off, other norms use what
+    they remember. The remembered ``1/m`` stays that of training, where there was any. An exception leaves the
+    statistics as they were.
+
+    In Flax, the first batch runs as it is, where layers may learn their positions, the others under ``nnx.jit``. With
+    ``axis_name`` each batch is a mini-batch by itself.
+
+    Args:
+        model: A model with BLN layers.
+        batches: Any iterable of training batches, composed as in training: inputs, or a tuple whose first are the
+            inputs. In Flax, inputs that are themselves a tuple or a dict are unpacked.
+        step: How to run the model on a batch, ``step(model, batch)``, where that is not right.
+        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+    """
+    found, tools = required_layers(model), framework(model)
     before = {name: layer._snapshot() for name, layer in found.items()}
     momenta = {name: layer.momentum for name, layer in found.items()}
     try:
@@ -40,9 +99,12 @@ def calibrate(found: Mapping[str, Any], batches: Iterable[Any], run: Callable[[A
             layer._calibrating, layer._reached, layer.momentum = True, False, None
             layer.reset_statistics()
         count = 0
-        for batch in batches:
-            run(batch)
-            count += 1
+        tracked = closing(_converted(tools, batches, "calibrate", progress))
+        with tools._evaluating(model, calibrating=True), tracked as converted:
+            run = tools._runner(model, step, calibrating=True)
+            for batch in converted:
+                run(batch if step is not None or not isinstance(batch, tuple) else batch[0])
+                count += 1
         if count == 0:
             raise ValueError("calibrate got no batches; was the iterable used up before?")
         for name, layer in found.items():
@@ -50,11 +112,12 @@ def calibrate(found: Mapping[str, Any], batches: Iterable[Any], run: Callable[[A
             learned = after["updates"].any()
             if not (layer._reached or learned):
                 layer._restore(before[name])
-                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=3)
+                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
             elif not learned:
                 raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
             else:
-                layer._restore(_completed(after, before[name], layer.groups))
+                old = {key: formula.expand(np, key, before[name][key], after[key].shape) for key in INITIAL}
+                layer._restore(by_name(formula.complete(np, averages(after), averages(old), layer.groups)))
     except BaseException:
         for name, layer in found.items():
             layer._restore(before[name])
@@ -64,65 +127,87 @@ def calibrate(found: Mapping[str, Any], batches: Iterable[Any], run: Callable[[A
             layer._calibrating, layer.momentum = False, momenta[name]
 
 
-def _completed(after: Mapping[str, Any], before: Mapping[str, Any], groups: int | None) -> dict[str, Any]:
-    """Take from ``before`` what was not learned since, and ``1/m`` wherever it was known."""
-    old = {name: _spread(name, value, np.shape(after[name])) for name, value in before.items()}
-    take = after["updates"] == 0
-    take[_INVERSE_M] = old["updates"][_INVERSE_M] > 0
-    new = {
-        name: np.where(_arrays.broadcastable(name, wanted, groups), old[name], after[name])
-        for name, wanted in zip(Statistics._fields, take, strict=True)
-    }
-    return new | {name: np.where(take, old[name], after[name]) for name in _arrays.COUNTERS}
-
-
-def _spread(name: str, value: Any, shape: tuple[int, ...]) -> Any:
-    """A value from before positions were learned, at each of them."""
-    if not name.startswith("batch"):
-        value = value.reshape(value.shape + (1,) * (len(shape) - value.ndim))
-    return np.broadcast_to(value, shape)
-
-
 def search(
-    found: Mapping[str, Any],
+    model: Any,
     batches: Iterable[Any],
-    score: Callable[[Any], tuple[list[float], int]],
-    metrics: Sequence[str],
-    configs: Sequence[StatisticsConfig],
     *,
-    calibrate: str,
+    loss: Any,
+    metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
+    candidates: Iterable[StatisticsConfig | str] = (),
+    step: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    progress: bool = True,
 ) -> SearchResult:
-    """Compare ``configs`` on ``batches``; the layers ``found`` are left as they were.
+    """Find the configuration of statistics that suits a trained model: all 16 on held-out batches.
+
+    Search on **validation** data. Each batch is loaded once, and run in all configurations by one compiled function:
+    the configuration is data. The model is left as it was found; ``SearchResult.apply`` gives it the winner.
 
     Args:
-        found: The BLN layers by name.
-        batches: What ``score`` takes, one after the other.
-        score: The loss and the metrics of a batch under the present configuration, and its number of samples.
-        metrics: Their names.
-        configs: The configurations.
-        calibrate: How users calibrate, for the notes.
+        model: A trained model with BLN layers; in Keras, it need not be compiled.
+        batches: Any iterable of ``(inputs, targets)``, in batches composed as requests will be.
+        loss: In Keras, as for ``compile``: a name, a ``keras.losses.Loss``, or a function ``loss(targets, outputs)``.
+            In Flax, a function ``loss(outputs, targets)`` of one number or one for each sample, such as
+            ``optax.softmax_cross_entropy_with_integer_labels``.
+        metrics: ``"accuracy"`` or functions like ``loss``, and in Keras whatever else ``compile`` takes; several in a
+            list, or by name. Higher is better, and the first breaks ties. Values are those of a batch, averaged by
+            samples.
+        candidates: Configurations to compare with the 16, such as ``StatisticsConfig.shrunk(4, 16, 64)``.
+        step: ``step(model, batch)``, which returns ``(outputs, targets)``, where ``model(inputs)`` is not right. In
+            Flax it is compiled by ``nnx.jit``.
+        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+
+    Returns:
+        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
     """
+    found, tools, configs = required_layers(model), framework(model), choices(candidates)
     before = {name: layer.config for name, layer in found.items()}
+    named = _named(metrics)
+    functions = [tools._function(name, function) for name, function in ({"loss": loss} | named).items()]
     values, samples = [], []
     try:
-        for batch in batches:
-            of_batch = []
-            for config in configs:
-                configure_layers(found, config)
-                numbers, size = score(batch)
-                of_batch.append(numbers)
-            values.append(of_batch)
-            samples.append(size)
+        with tools._evaluating(model), closing(_converted(tools, batches, "search", progress)) as converted:
+            run = tools._runner(model, step)
+            for batch in converted:
+                of_batch = []
+                for config in configs:
+                    configure_layers(found, config)
+                    outputs, targets = run(batch) if step is not None else _predicted(run, batch)
+                    of_batch.append([tools._evaluate(function, outputs, targets) for function in functions])
+                values.append(of_batch)
+                samples.append(_count(targets))
     finally:
         configure_layers(found, before)
     if not samples:
         raise ValueError("search got no batches; was the iterable used up before?")
-    rows = [Row(config, each) for config, each in zip(configs, averages(values, samples, metrics), strict=True)]
+    rows = [Row(config, score) for config, score in zip(configs, scores(values, samples, [*named]), strict=True)]
     notes = [
         DEPENDS_ON_BATCH,
-        f"Population statistics averaged while the weights still moved can ruin rows with T; {calibrate} recomputes "
-        "them under frozen weights.",
+        "Population statistics averaged while the weights still moved can ruin rows with T; "
+        f"{tools.__name__}.calibrate(model, train_batches) recomputes them under frozen weights.",
     ]
     if untrained := [name for name, layer in found.items() if not layer._snapshot()["updates"].any()]:
         notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
     return SearchResult(ranked(rows, robust=False), "separate", tuple(notes), sum(samples), len(samples))
+
+
+def _predicted(run: Callable[[Any], Any], batch: Any) -> tuple[Any, Any]:
+    """Return outputs and targets of a batch of inputs and targets."""
+    if not (isinstance(batch, tuple) and len(batch) == 2):
+        what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
+        raise ValueError(f"expected batches of (inputs, targets), got {what}")
+    return run(batch[0]), batch[1]
+
+
+def _count(targets: Any) -> int:
+    """Return the number of samples of a batch."""
+    while isinstance(targets, list | tuple | Mapping):
+        targets = next(iter(targets.values() if isinstance(targets, Mapping) else targets))
+    return len(targets)
+
+
+def _named(metrics: Any) -> dict[str, Any]:
+    """Return the metrics, one, several in a list, or a mapping, by name."""
+    if isinstance(metrics, Mapping):
+        return dict(metrics)
+    given = metrics if isinstance(metrics, list | tuple) else [] if metrics is None else [metrics]
+    return {m if isinstance(m, str) else getattr(m, "name", None) or m.__name__: m for m in given}

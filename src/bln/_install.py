@@ -1,4 +1,4 @@
-"""How to install what an optional part takes, worded once. Imports nothing else."""
+"""The command that installs optional dependencies, for error messages. Imports nothing else."""
 
 from __future__ import annotations
 

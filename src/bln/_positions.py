@@ -1,4 +1,4 @@
-"""Positions with statistics of their own: which a layer has, and which of them an input uses. Imports no torch."""
+"""The positions that a layer keeps statistics for, and those of them that an input uses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any, SupportsIndex
 
 
 def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
-    """The positions that a layer is to keep statistics for, given as one size or several; ``None`` if it is to learn
-    them.
-    """
+    """Return the positions to keep statistics for, given as one size or several; ``None`` if they are to be learned."""
     if position_shape is None:
         return None
     if not per_position:
@@ -25,7 +23,7 @@ def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None, compiling: bool = False) -> tuple[slice, ...]:
     """Return the slices of the known positions that an input uses: all, or the first ones for a shorter sequence.
 
-    While torch compiles, the longest is asked for nothing but what shorter ones are: one graph is for all lengths.
+    While torch compiles, the longest sequence is treated as shorter ones are, so that one graph serves all lengths.
     """
     if known is None:
         return ()

@@ -48,7 +48,7 @@ class Spec(NamedTuple):
 
     @property
     def coefficients(self) -> bool:
-        """Whether the layer is one affine map for each sample and feature."""
+        """Whether the layer reduces to an affine map for each sample and feature."""
         return self.groups is not None and not self.per_position
 
     def check_features(self, num_features: int) -> None:

@@ -1,29 +1,41 @@
-"""Moving BLN layers between torch, Keras and Flax: weights, statistics, counters and configuration, bit for bit."""
+"""Copies BLN layers between torch, Keras and Flax: weights, statistics, counters and configuration, bit for bit."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._frameworks import State, framework
+from . import _arrays
+from ._frameworks import framework
 from ._spec import Spec
+from .config import StatisticsConfig
 from .population import spread
 
-if TYPE_CHECKING:
-    from .layer import BatchLayerNorm
+
+class State(NamedTuple):
+    """What a layer of any framework holds, features last."""
+
+    tensors: dict[str, Tensor]
+    """``scale`` (gamma) and ``shift`` (beta) if there are, the five statistics, ``updates`` and ``samples``."""
+    positions: tuple[int, ...] | None
+    """``None`` while they are unknown."""
+    config: StatisticsConfig
+    spec: Spec
+    momentum: float | None
+    """The weight of the new value."""
 
 
 def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Give the BLN layers of ``target`` all that those of ``source`` hold, whichever frameworks they are made of.
+    """Copy all that the BLN layers of ``source`` hold to those of ``target``, whichever frameworks they are made of.
 
     Weights, population statistics, counters and the configuration are copied bit for bit. Everything is checked before
     anything is written. Other layers are not touched: copy their weights by the means of their frameworks. Nor is an
-    ``activation`` of a torch layer: elsewhere it stands behind the layer.
+    ``activation`` of a torch layer: elsewhere it is a layer of its own.
 
     Args:
         source: A BLN layer or a model with BLN layers, of torch, Keras or Flax NNX.
@@ -54,13 +66,12 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
     """
     ours, theirs = framework(source), framework(target)
     sources, targets = ours.layers(source), theirs.layers(target)
-    pairs = _pairs(sources, targets) if names is None else _named_pairs(sources, targets, names)
-    states = {name: ours.read(sources[name]) for name in pairs}
-    wanted = {name: theirs.read(targets[name]) for name in pairs.values()}
-    if names is None and len(pairs) > 1:
-        for side, found in ((ours, states), (theirs, wanted)):
-            if not side.ordered:
-                _refuse_ambiguous(found)
+    pairs = _pairs(sources, targets, names)
+    states = {name: read(sources[name]) for name in pairs}
+    wanted = {name: read(targets[name]) for name in pairs.values()}
+    for side, found in ((ours, states), (theirs, wanted)) if names is None else ():
+        if side.__name__ == "bln.flax":
+            _refuse_ambiguous(found)
     fitted, problems, momenta = {}, [], []
     for name, other in pairs.items():
         where = f"{name!r} to {other!r}"
@@ -72,7 +83,7 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
         hint = "" if names is not None or len(pairs) == 1 else "; if layers were paired wrongly, pass names="
         raise ValueError(f"cannot transfer, nothing was changed. {'; '.join(problems)}{hint}")
     for other, state in fitted.items():
-        theirs.write(targets[other], state)
+        write(targets[other], state)
     if momenta:
         warnings.warn(
             f"momentum (the weight of the new value) of source and target differ: {'; '.join(momenta)}. Predictions "
@@ -82,16 +93,15 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
     return pairs
 
 
-def _pairs(sources: dict[str, Any], targets: dict[str, Any]) -> dict[str, str]:
-    if not sources or len(sources) != len(targets):
-        raise ValueError(
-            f"the source has {len(sources)} BLN layers {list(sources)}, the target {len(targets)} {list(targets)}; "
-            "they must correspond. For some of them pass names="
-        )
-    return dict(zip(sources, targets, strict=True))
-
-
-def _named_pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+def _pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the target's name for each of the source's."""
+    if names is None:
+        if not sources or len(sources) != len(targets):
+            raise ValueError(
+                f"the source has {len(sources)} BLN layers {list(sources)}, the target {len(targets)} {list(targets)}; "
+                "they must correspond. For some of them pass names="
+            )
+        return dict(zip(sources, targets, strict=True))
     for given, found, side in ((names.keys(), sources, "source"), (names.values(), targets, "target")):
         if unknown := [name for name in given if name not in found]:
             raise ValueError(f"the {side} has no BLN layers {unknown}; it has {list(found)}")
@@ -101,13 +111,11 @@ def _named_pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mappin
 
 
 def _refuse_ambiguous(found: dict[str, State]) -> None:
-    """Layers in the order of names, where another order would fit as well."""
+    """Refuse layers in the order of names, where another order would fit as well."""
     seen: dict[Any, str] = {}
     for name, state in found.items():
-        mean = state.tensors["batch_mean"]
-        assert mean is not None
         unnumbered = "".join(c for c in name if not c.isdigit())
-        if seen.setdefault(tuple(mean.shape), unnumbered) != unnumbered:
+        if seen.setdefault(state.tensors["batch_mean"].shape, unnumbered) != unnumbered:
             raise ValueError(
                 f"the BLN layers {list(found)} of a Flax module come in the order of their names, which need not be "
                 "that of the model, and some have the same shape. Pass names=, the target's name for each of the "
@@ -120,7 +128,7 @@ def _same_momentum(a: float | None, b: float | None) -> bool:
 
 
 def _fit(source: State, target: State) -> tuple[State, list[str]]:
-    """The source's state in the shapes and types of the target, and what does not fit."""
+    """Return the source's state in the shapes and types of the target, and what does not fit."""
     problems = [
         f"{name}={value} in the source, {other} in the target"
         for name, value, other in zip(Spec._fields, source.spec, target.spec, strict=True)
@@ -131,49 +139,69 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
     known = source.positions if target.positions is None else target.positions
     if source.positions not in (None, known):
         problems.append(f"statistics for positions {source.positions} in the source, {known} in the target")
-    tensors: dict[str, Tensor | None] = {}
+    problems += [
+        f"only the {'source' if name in source.tensors else 'target'} has a {name} parameter"
+        for name in sorted(source.tensors.keys() ^ target.tensors.keys())
+    ]
+    features, there = (state.tensors["batch_mean"].shape[-1] for state in (source, target))
+    if features != there:
+        problems.append(f"{features} features in the source, {there} in the target")
+    if problems:
+        return source, problems
+    tensors = {}
     for name, value in source.tensors.items():
         other = target.tensors[name]
-        if value is None or other is None:
-            if value is not other:
-                holder = "source" if other is None else "target"
-                problems.append(f"only the {holder} has a {name} parameter")
-            tensors[name] = None
-            continue
-        if name in ("scale", "shift", "batch_mean") and value.shape[-1] != other.shape[-1]:
-            problems.append(f"{value.shape[-1]} features in the source, {other.shape[-1]} in the target")
-            break
-        there = value.to(other.dtype)
-        if not torch.equal(*(torch.nan_to_num(t) for t in (there.to(value.dtype), value))):
+        fitted = value.to(other.dtype)
+        if not torch.equal(*(torch.nan_to_num(t) for t in (fitted.to(value.dtype), value))):
             problems.append(f"{name} does not fit into the target's {str(other.dtype).removeprefix('torch.')}")
-        if source.positions is None and known is not None and name not in ("scale", "shift"):
-            there = spread(there, name, tuple(other.shape))
-        tensors[name] = there
+        learns = source.positions is None and known is not None and name not in ("scale", "shift")
+        tensors[name] = spread(fitted, name, tuple(other.shape)) if learns else fitted
     return source._replace(tensors=tensors, positions=known), problems
 
 
-# ---- torch
+# ---- reading and writing layers
 
 
-def read(layer: BatchLayerNorm) -> State:
-    """Everything of a layer."""
-    tensors = {"scale": layer.weight, "shift": layer.bias, **dict(layer.population.named_buffers())}
-    return State(
-        tensors={name: None if t is None else t.detach().cpu().clone() for name, t in tensors.items()},
-        positions=layer.population.position_shape,
-        config=layer.config,
-        spec=layer.spec,
-        momentum=layer.momentum,
-    )
+def read(layer: Any) -> State:
+    """Return all that a layer holds, as copies on the CPU."""
+    if _of_torch(layer):
+        population, momentum = layer.population, layer.momentum
+        held = {"scale": layer.weight, "shift": layer.bias, **dict(population.named_buffers())}
+        tensors = {name: t.detach().cpu().clone() for name, t in held.items() if t is not None}
+        positions = population.position_shape
+    else:
+        if not getattr(layer, "built", True):
+            raise ValueError(f"layer {layer.name!r} is not built; call it on a batch, or build its model, before")
+        tensors = {name: _tensor(layer._numpy(v)) for name, v in layer._variables().items() if v is not None}
+        positions, momentum = layer._positions, _arrays.new_weight(layer.momentum)
+    return State(tensors, positions, layer.config, layer.spec, momentum)
 
 
 @torch.no_grad()
-def write(layer: BatchLayerNorm, state: State) -> None:
+def write(layer: Any, state: State) -> None:
     """Give a layer the state of another, which fits."""
-    values = {name: value for name, value in state.tensors.items() if value is not None}
-    for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):
-        if parameter is not None:
-            parameter.copy_(values.pop(name))
-    device = layer.population.batch_mean.device
-    layer.population.restore((state.positions == (), {name: value.to(device) for name, value in values.items()}))
+    values, pooled = dict(state.tensors), state.positions == ()
+    if _of_torch(layer):
+        for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):
+            if parameter is not None:
+                parameter.copy_(values.pop(name))
+        device = layer.population.batch_mean.device
+        layer.population.restore((pooled, {name: value.to(device) for name, value in values.items()}))
+    else:
+        layer._restore({name: _numpy(value) for name, value in values.items()} | {"without_positions": pooled})
     layer.config = state.config
+
+
+def _of_torch(layer: Any) -> bool:
+    return not isinstance(layer, _arrays.Layer)
+
+
+def _tensor(array: Any) -> Tensor:
+    """Return a copy of a NumPy array; torch does not read its bfloat16."""
+    name = str(array.dtype)
+    return torch.tensor(array.astype("float32") if name == "bfloat16" else array).to(getattr(torch, name))
+
+
+def _numpy(tensor: Tensor) -> Any:
+    """Return a tensor as a NumPy array, in float32 where NumPy lacks the type."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()

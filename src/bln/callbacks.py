@@ -1,15 +1,15 @@
-"""Population statistics at the right time, in a plain loop, in Lightning and in the transformers Trainer.
+"""Reset and calibrate population statistics in a plain loop, in Lightning and in the transformers Trainer.
 
-Start anew at each epoch: with ``momentum=None`` a layer averages all mini-batches since the last reset, so that without
-a reset the early weights are never forgotten. ``reset_each_epoch``, ``LightningReset`` and ``TrainerReset`` reset the
-layers with ``momentum=None`` and leave the others alone.
+Reset at each epoch: with ``momentum=None`` a layer averages all mini-batches since the last reset, so that without one
+the early weights are never forgotten. ``reset_each_epoch``, ``LightningReset`` and ``TrainerReset`` reset the layers
+with ``momentum=None`` and leave the others alone.
 
 Calibrate before evaluation: ``LightningCalibrate(train_batches)`` and ``TrainerCalibrate(train_batches)`` run
-``bln.calibrate`` before each evaluation while a model is trained; the latter at the end of training too. Checkpoints
-written after an evaluation hold what it was made with.
+``bln.calibrate`` before each evaluation during training; the latter at the end of training too. A checkpoint written
+after an evaluation holds the statistics of that evaluation.
 
-Keras has ``bln.keras.ResetStatistics`` and ``bln.keras.Calibrate``. The classes for Lightning and transformers are made
-when they are asked for: neither package is needed to import this.
+Keras has ``bln.keras.ResetStatistics`` and ``bln.keras.Calibrate``. The classes for Lightning and transformers are
+defined on first use, so that importing this module needs neither package.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 from torch import nn
 
 from ._install import install
-from .model import calibrate, required_layers
+from ._models.calibrate import calibrate, required_layers
 
 T = TypeVar("T")
 
 
 class reset_each_epoch(Generic[T]):
-    """The same batches; each time they are gone through, statistics start anew.
+    """The same batches; each iteration over them first resets the statistics.
 
     Args:
         model: A model with BLN layers; those with ``momentum=None`` are reset.
-        batches: A ``DataLoader``, a list, anything that can be gone through several times.
+        batches: A ``DataLoader``, a list, or anything else that can be iterated several times.
 
     Examples:
         >>> import torch, bln
@@ -71,12 +71,12 @@ def _reset(model: nn.Module) -> None:
 
 
 class _Calibration:
-    """What the callbacks that calibrate have in common.
+    """The base of the callbacks that calibrate.
 
     Args:
-        batches: Training batches, which can be gone through again and again: a ``DataLoader``, a list.
+        batches: Training batches that can be iterated several times: a ``DataLoader``, a list.
         step: As in ``bln.calibrate``.
-        progress: Likewise.
+        progress: As in ``bln.calibrate``.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class _Calibration:
 
     def calibrate(self, model: nn.Module, several: bool) -> None:
         """Calibrate, over all ranks where there are ``several``."""
-        with torch.inference_mode(False):  # statistics that are learned there could not be trained on
+        with torch.inference_mode(False):  # statistics made in inference mode could not be trained on
             calibrate(
                 model, self.batches, step=self.step, process_group="world" if several else None, progress=self.progress
             )
 
 
 def __getattr__(name: str) -> Any:
-    """The callbacks, as classes of this module, so that they can be pickled."""
+    """Define the callbacks as classes of this module, so that they can be pickled."""
     if name in ("LightningCalibrate", "LightningReset"):
         made = _for_lightning(_import("lightning.pytorch", "lightning").Callback)[name]
     elif name in ("TrainerCalibrate", "TrainerReset"):
@@ -122,7 +122,7 @@ def _for_lightning(base: Any) -> dict[str, Any]:
         """``Trainer(callbacks=[bln.callbacks.LightningCalibrate(train_batches)])``."""
 
         def on_validation_start(self, trainer: Any, pl_module: nn.Module) -> None:
-            if trainer.state.fn == "fit" and not trainer.sanity_checking:  # validate() takes a model as it was saved
+            if trainer.state.fn == "fit" and not trainer.sanity_checking:  # validate() takes a model as it is
                 self.calibrate(pl_module, trainer.world_size > 1)
 
     return {"LightningReset": LightningReset, "LightningCalibrate": LightningCalibrate}
@@ -141,7 +141,7 @@ def _for_transformers(base: Any) -> dict[str, Any]:
         _at = -1
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-            if control.should_evaluate:  # comes next; the trainer's own callback, which decides, is called first
+            if control.should_evaluate:  # the trainer's own callback, which decides, is called first
                 self._once(args, state, model)
 
         on_epoch_end = on_step_end

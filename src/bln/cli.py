@@ -13,9 +13,9 @@ _SEVERAL = ("--batch-size", "--fraction", "--norms", "--severities")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; what goes wrong is one line on standard error and exit code 2."""
+    """Run the command line; an error prints a single line on standard error and exits with code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if list(arguments) == ["--version"]:  # needs none of what the commands take
+    if list(arguments) == ["--version"]:  # without the extras that the commands need
         print(f"bln {__version__}")
         return
     try:
@@ -25,7 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .experiments.runs import RunError
 
     given = _spread(arguments)
-    if given[:1] == ["reproduce"] and given[1:2] in (["shift"], ["resnet"]):  # commands with options of their own
+    if given[:1] == ["reproduce"] and given[1:2] in (
+        ["shift"],
+        ["resnet"],
+        ["transformer"],
+    ):  # commands with options of their own
         given[:2] = [" ".join(given[:2])]
     try:
         app(given, prog_name="bln")
@@ -41,7 +45,7 @@ def _fail(message: str) -> None:
 
 
 def _spread(arguments: Sequence[str]) -> list[str]:
-    """``--norms bln bn`` as ``--norms bln --norms bn``, which the parser knows."""
+    """Rewrite ``--norms bln bn`` as ``--norms bln --norms bn``, which the parser understands."""
     found: list[str] = []
     option = None
     for argument in arguments:

@@ -1,4 +1,4 @@
-"""Which statistics inference uses: the hyper-parameter of Algorithm 2."""
+"""``StatisticsConfig``: which statistics inference uses, the hyper-parameter of Algorithm 2."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StatisticsConfig:
     Written as four letters, ``T`` for population: ``TTFF`` normalizes with the population's batch statistics and each
     sample's own feature statistics.
 
-    A prior strength ``k`` shrinks the current statistic towards the population's: of a statistic that ``m`` samples
-    stand behind, the population's share is ``k / (k + m)``. ``T`` is an infinite ``k``, ``F`` is 0. Written with
-    numbers, as in ``16 16 F F``; six significant digits are kept.
+    A prior strength ``k`` shrinks the current statistic towards the population's, whose share is ``k / (k + m)`` for a
+    current statistic of ``m`` samples. ``T`` is an infinite ``k``, ``F`` is 0. Written with numbers, as in
+    ``16 16 F F``; six significant digits are kept.
 
     Examples:
         >>> config = StatisticsConfig.parse("TTFF")
@@ -122,7 +122,7 @@ class StatisticsConfig:
 def configure_layers(
     found: Mapping[str, Any], config: StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
 ) -> None:
-    """Give each of these layers, of whatever framework, its configuration; a mistake changes none."""
+    """Configure layers of any framework; after an error all are as before."""
     chosen = config if isinstance(config, Mapping) else dict.fromkeys(found, config)
     for name in chosen:
         if name not in found:
@@ -146,7 +146,7 @@ def _letter(prior: float) -> bool | float:
 
 
 def _source(value: Any, name: str) -> bool | float:
-    """Where a statistic comes from, checked."""
+    """Check the source of a statistic."""
     if isinstance(value, bool):
         return value
     if not isinstance(value, Real):

@@ -1,8 +1,13 @@
-"""The equations of the paper, once, in plain operators.
+"""The equations of the paper in plain operators, for the arrays of any library.
 
-NumPy, torch, JAX and Keras tensors all pass through. Where a function of the library is needed, the library comes as
-``xp``: ``numpy``, ``torch``, ``jax.numpy`` or ``keras.ops``. Everything is *features last*: ``x`` is ``(N, *positions,
-d)``. Names follow the paper, equation numbers stand beside the lines that are the equations.
+``xp`` is the library: ``numpy``, ``torch``, ``jax.numpy`` or ``keras.ops``. Only functions that all four have are
+called, and nothing is changed in place. Everything is *features last*: ``x`` is ``(N, *positions, d)``. Names follow
+the paper, and each line that is an equation carries its number.
+
+- ``current`` measures a mini-batch (eqs 10-13); ``combine`` is Chan's formula.
+- ``choose`` picks the statistics of inference (eqs 18-21).
+- ``transform`` normalizes (eqs 14-17, 22-25); with pooled groups ``coefficients`` is the same as ``y = a x + b``.
+- ``estimates`` and ``update`` average mini-batches into the population.
 """
 
 from __future__ import annotations
@@ -50,8 +55,42 @@ class Statistics(NamedTuple):
     """``1/m``: one over the number of samples, a scalar or one for each position."""
 
 
+class MiniBatch(NamedTuple):
+    """The statistics of a mini-batch and their counts, which are scalars or one for each position."""
+
+    statistics: Statistics
+    m: Any
+    """Samples; under a mask, the real entries at each position, or pooled the samples with any real entry."""
+    entries: Any
+    """The entries that each batch statistic is taken over."""
+    present: Any
+    """The samples that feature statistics are averaged over: with groups those with any real entry, else ``m``."""
+
+
+class Averages(NamedTuple):
+    """What a layer remembers of its training."""
+
+    statistics: Statistics
+    updates: Any
+    """How many mini-batches each statistic averages, in a row for each statistic."""
+    samples: Any
+    """How many samples each statistic averages, in a row for each statistic."""
+
+
+class Moments(NamedTuple):
+    """Mean and biased variance over the positions of each sample and feature, ``(N, ..., d)``."""
+
+    mean: Any
+    var: Any
+    weight: Any
+    """How much a sample counts: its real positions, ``(N, ..., 1)``; ``None`` where all count the same."""
+
+
+# ---- normalizing
+
+
 def weights(inverse_m: Any, mix_eps: float, d: int, dim_scale: bool) -> tuple[Any, Any]:
-    """Eq 16: what multiplies the batch-normalized and the feature-normalized activation, ``1/sqrt(d)`` included."""
+    """Return the factors of the batch-normalized and the feature-normalized activation (eq 16), scaled."""
     scale = d**-0.5 if dim_scale else 1.0
     return scale * (1 - (inverse_m + mix_eps)), scale * (inverse_m - mix_eps)
 
@@ -65,7 +104,7 @@ def transform(x: Any, s: Statistics, gamma: Any = None, beta: Any = None, *, spe
     if spec.groups is None:
         mean_F, var_F = _each(s.feature_mean), _each(s.feature_var)
     else:
-        mean_F, var_F = (at_positions(spread(xp, v, d), len(x.shape)) for v in (s.feature_mean, s.feature_var))
+        mean_F, var_F = (at_positions(_from_groups(xp, v, d), len(x.shape)) for v in (s.feature_mean, s.feature_var))
     x_B = (x - s.batch_mean) / (s.batch_var + spec.eps) ** 0.5  # eqs 14, 22
     x_F = (x - mean_F) / (var_F + spec.eps) ** 0.5  # eqs 15, 23
     w_B, w_F = weights(_each(s.inverse_m), spec.mix_eps, d, spec.dim_scale)
@@ -74,22 +113,38 @@ def transform(x: Any, s: Statistics, gamma: Any = None, beta: Any = None, *, spe
     return y if beta is None else y + beta
 
 
+def normalize(xp: Any, x: Any, s: Statistics, gamma: Any, beta: Any, mask: Any, spec: Spec) -> Any:
+    """Apply eqs 14-17, or 22-25, in the form that ``spec`` allows; hidden entries come out 0."""
+    if not spec.coefficients:
+        return hide(xp, transform(x, s, gamma, beta, spec=spec, xp=xp), mask)
+    a, b = (at_positions(v, len(x.shape)) for v in coefficients(xp, s, gamma, beta, x.shape[-1], spec))
+    return hide(xp, a * x + b, mask)
+
+
+def hide(xp: Any, x: Any, mask: Any) -> Any:
+    """Return ``x`` with 0 at hidden entries, whatever stands there, NaN included."""
+    return x if mask is None else xp.where(mask[..., None], x, 0.0)
+
+
 def _each(value: Any) -> Any:
-    """The same for each feature. One value for everything needs no axis; AOTInductor cannot give it one."""
+    """Add an axis for features. A scalar needs none, and AOTInductor cannot give it one."""
     return value[..., None] if len(value.shape) else value
 
 
 def at_positions(value: Any, rank: int) -> Any:
-    """``(..., d)`` with axes for the positions of an input of ``rank`` axes."""
+    """Add axes to ``(..., d)`` for the positions of an input of ``rank`` axes."""
     while 1 < len(value.shape) < rank:
         value = value[..., None, :]
     return value
 
 
+# ---- choosing
+
+
 def choose(
     config: StatisticsConfig | Priors, current: Statistics, population: Statistics, where: Any = None
 ) -> Statistics:
-    """Eqs 18-21: the population's or the current mini-batch's value of each statistic, or a mean of both.
+    """Return the population's value of each statistic, the current mini-batch's, or a mean of both (eqs 18-21).
 
     A current deviation is measured around the mean that was chosen. Members of ``current`` that ``config`` does not
     ask for may be ``None``. The weights are those of training: ``1/m`` is always the population's. To choose by
@@ -114,12 +169,12 @@ def choose(
 
 
 def population_share(prior: Any, inverse_m: Any) -> Any:
-    """``k / (k + m)``: the weight of the population beside a statistic of ``m`` samples."""
+    """Return ``k / (k + m)``, the weight of the population against a statistic of ``m`` samples."""
     return prior * inverse_m / (1 + prior * inverse_m)
 
 
 def _shrunk(prior: float, population: Any, current: Any, inverse_m: Any) -> Any:
-    """The value at a prior strength that is known: where it is infinite or 0, nothing is computed."""
+    """Return the value at a known prior strength; where that is infinite or 0, nothing is computed."""
     if prior == POPULATION:
         return population
     if prior == CURRENT:
@@ -132,85 +187,245 @@ def _mixed(share: Any, population: Any, current: Any) -> Any:
 
 
 def _selected(where: Any, prior: Any, population: Any, current: Any, inverse_m: Any) -> Any:
-    """The value at prior strengths in an array."""
+    """Return the value at prior strengths in an array."""
     finite = where(prior < POPULATION, prior, 0.0)  # else inf / inf, whose NaN would enter derivatives
     mixed = _mixed(population_share(finite, inverse_m), population, current)
     return where(prior == POPULATION, population, where(prior == CURRENT, current, mixed))
 
 
-def bessel(count: Any) -> Any:
-    """The factor ``count / (count - 1)`` of eqs 5, 19 and 21, for counts from 1 on; 1 where the count is 1."""
-    return count / (abs(count - 1.5) + 0.5)  # max(count - 1, 1) in operators: booleans and 0 ** 0 are not for all
+# ---- measuring
 
 
-def _own(value: Any) -> Any:
-    """A device by itself."""
+def alone(value: Any) -> Any:
+    """Return the sum over a device by itself."""
     return value
 
 
-def combine(xp: Any, counts: Any, means: Any, squares: Any, total: Total = _own) -> tuple[Any, Any]:
-    """Chan's formula: mean and biased variance of several parts together, no two large numbers subtracted.
+def clamp(xp: Any, value: Any, least: float = 1) -> Any:
+    """Raise values to ``least``. ``maximum`` would make float32 of float64 in Keras on torch."""
+    return xp.where(value > least, value, least)
 
-    ``counts``, ``means`` and ``squares``, the sums of squares around each part's own mean, have parts along their first
-    axis; a part without entries holds zeros. ``total`` adds up what several devices have.
+
+def current(xp: Any, x: Any, mask: Any, spec: Spec, total: Total = alone) -> MiniBatch:
+    """Measure a mini-batch by eqs 10-13, with the batch statistics and counts of all devices.
+
+    Hidden entries of ``x`` must be 0.
     """
-    number = total(xp.sum(counts, axis=0))
-    number = xp.where(number > 1, number, 1)
-    mean = total(xp.sum(counts * means, axis=0)) / number
-    return mean, total(xp.sum(squares + counts * (means - mean) ** 2, axis=0)) / number
+    own: Any = moments(xp, x, mask) if spec.groups or not spec.per_position else None
+    present = None if own is None else total(xp.sum(xp.where(own.weight > 0, xp.ones_like(own.weight), 0.0)))
+    parts = Moments(x, 0.0, _real(xp, x, mask)) if spec.per_position else own
+    entries = total(xp.sum(parts.weight, axis=0))[..., 0]
+    m = entries if spec.per_position else present
+    batch = batch_statistics(xp, parts, total)
+    features = feature_statistics(xp, own, spec.groups) if spec.groups else over_features(xp, x)
+    s = Statistics(*batch, *features, 1 / clamp(xp, m))
+    return MiniBatch(s, m, entries, m if spec.groups is None else present)
 
 
-# ---- the grouped form: feature statistics over a group of features and all positions
+def _real(xp: Any, x: Any, mask: Any) -> Any:
+    """Return 1 at real entries and 0 at hidden ones, ``(N, *positions, 1)``."""
+    ones = xp.ones_like(x[..., :1])
+    return ones if mask is None else xp.where(mask[..., None], ones, 0.0)
 
 
-class Moments(NamedTuple):
-    """Mean and biased variance over the positions of each sample and feature, ``(N, ..., d)``."""
+def moments(xp: Any, x: Any, mask: Any) -> Moments:
+    """Measure each sample and feature over positions; hidden entries of ``x`` must be 0."""
+    rank = len(x.shape)
 
-    mean: Any
-    var: Any
-    weight: Any
-    """How much a sample counts: its real positions, ``(N, ..., 1)``; ``None`` where all count the same."""
+    def over_positions(value: Any) -> Any:
+        return xp.sum(value, axis=tuple(range(1, rank - 1))) if rank > 2 else value
 
-
-def spread(xp: Any, value: Any, d: int) -> Any:
-    """One value for each of ``d`` features, ``(..., d)``, from one for each group."""
-    shape = value.shape
-    if shape[-1] in (1, d):  # meets all features as it is
-        return value
-    tiled = xp.tile(value[..., None], (*[1] * len(shape), d // shape[-1]))
-    return xp.reshape(tiled, (*_known(shape[:-1]), d))
+    weight = over_positions(_real(xp, x, mask))
+    number = clamp(xp, weight)
+    mean = over_positions(x) / number
+    centred = hide(xp, x - at_positions(mean, rank), mask)
+    return Moments(mean, over_positions(centred * centred) / number, weight)
 
 
-def _by_group(xp: Any, value: Any, groups: int) -> Any:
-    """One value for each feature as ``(..., groups, d / groups)``, which meets ``(..., groups, 1)``."""
-    return xp.reshape(value, (*_known(value.shape[:-1]), groups, value.shape[-1] // groups))
-
-
-def _flat(xp: Any, value: Any) -> Any:
-    """``(..., groups, d / groups)`` as ``(..., d)``."""
-    return xp.reshape(value, (*_known(value.shape[:-2]), value.shape[-2] * value.shape[-1]))
-
-
-def _known(shape: Any) -> tuple[int, ...]:
-    """A shape to ask for; TensorFlow's graphs may leave a size open."""
-    return tuple(-1 if size is None else size for size in shape)
+def over_features(xp: Any, x: Any) -> tuple[Any, Any]:
+    """Return mean and biased variance over the features at each position (eqs 12, 13)."""
+    d = x.shape[-1]
+    mean = xp.sum(x, axis=-1) / d  # Keras computes a mean in float32
+    centred = x - mean[..., None]
+    return mean, xp.sum(centred * centred, axis=-1) / d
 
 
 def feature_statistics(xp: Any, moments: Moments, groups: int) -> tuple[Any, Any]:
-    """Eqs 12, 13 over the features of a group and all positions: mean and biased variance, ``(N, ..., groups)``."""
+    """Return mean and biased variance over a group of features and all positions (eqs 12, 13), ``(N, ..., groups)``."""
     means, variances = (_by_group(xp, value, groups) for value in (moments.mean, moments.var))
     size = means.shape[-1]
     mean = xp.sum(means, axis=-1) / size
     return mean, xp.sum(variances + (means - mean[..., None]) ** 2, axis=-1) / size
 
 
-def batch_statistics(xp: Any, moments: Moments, total: Total = _own) -> tuple[Any, Any]:
-    """Eqs 10, 11 over samples and positions: mean and biased variance, ``(..., d)``."""
+def batch_statistics(xp: Any, moments: Moments, total: Total = alone) -> tuple[Any, Any]:
+    """Return mean and biased variance over samples and what ``moments`` were taken over (eqs 10, 11), ``(..., d)``."""
     if moments.weight is not None:
         return combine(xp, moments.weight, moments.mean, moments.weight * moments.var, total)
     number = moments.mean.shape[0]
     mean = xp.sum(moments.mean, axis=0) / number
     return mean, xp.sum(moments.var + (moments.mean - mean) ** 2, axis=0) / number
+
+
+def combine(xp: Any, counts: Any, means: Any, squares: Any, total: Total = alone) -> tuple[Any, Any]:
+    """Return mean and biased variance of several parts together, by Chan's formula.
+
+    No two large numbers are subtracted. ``counts``, ``means`` and ``squares``, the sums of squares around each part's
+    own mean, have parts along their first axis; a part without entries holds zeros. ``total`` adds up what several
+    devices have.
+    """
+    number = clamp(xp, total(xp.sum(counts, axis=0)))
+    mean = total(xp.sum(counts * means, axis=0)) / number
+    return mean, total(xp.sum(squares + counts * (means - mean) ** 2, axis=0)) / number
+
+
+# ---- the population
+
+
+def shapes(positions: tuple[int, ...], features: int, groups: int | None) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each statistic and counter that a layer remembers."""
+    batch, counters = (*positions, features), (len(Statistics._fields), *positions)
+    feature = positions if groups is None else (groups,)
+    values = batch, batch, feature, feature, positions, counters, counters
+    return dict(zip((*Statistics._fields, "updates", "samples"), values, strict=True))
+
+
+def bessel(count: Any) -> Any:
+    """Return the factor ``count / (count - 1)`` of eqs 5, 19 and 21, for counts from 1 on; 1 where the count is 1."""
+    return count / (abs(count - 1.5) + 0.5)  # max(count - 1, 1) in operators: booleans and 0 ** 0 are not for all
+
+
+def unbiased(s: Statistics, entries: Any, present: Any) -> Statistics:
+    """Multiply variances by ``m/(m-1)``; counts are 1 or more, and broadcast against the variances."""
+    return s._replace(
+        batch_var=s.batch_var * bessel(entries),  # eqs 5, 19
+        feature_var=s.feature_var * bessel(present),  # eq 21
+    )
+
+
+def estimates(xp: Any, batch: MiniBatch, spec: Spec, total: Total = alone) -> MiniBatch:
+    """Return what a mini-batch says of the population: unbiased variances, feature statistics averaged over samples."""
+    s, entries, present = batch.statistics, clamp(xp, batch.entries), clamp(xp, batch.present)
+    over, number = (0, present) if spec.groups is not None else (0 if spec.per_position else None, entries)
+    # Statistics of hidden features are 0: there is nothing to leave out.
+    mean, var = (total(xp.sum(value, axis=over)) / number for value in (s.feature_mean, s.feature_var))
+    averaged = s._replace(feature_mean=mean, feature_var=var)
+    return batch._replace(statistics=unbiased(averaged, entries[..., None], present))
+
+
+def update(
+    xp: Any, old: Averages, new: MiniBatch, momentum: float | None, groups: int | None, most: int | None = None
+) -> Averages:
+    """Average with a training mini-batch, unless its statistics are not finite.
+
+    Args:
+        xp: The library.
+        old: What is remembered, at the positions of the mini-batch.
+        new: What ``estimates`` returned.
+        momentum: The weight of the new value. It is never less than ``1/updates``, so that initial values do not mix
+            in. ``None`` averages all mini-batches, weighted by their samples.
+        groups: The groups of features, or ``None``.
+        most: Count samples up to this number.
+    """
+    s, names = new.statistics, Statistics._fields
+    # NaN and infinity, in the input or from an overflow, show in the variances.
+    finite = xp.all(xp.isfinite(s.batch_var)) & xp.all(xp.isfinite(s.feature_var))
+    here = old.statistics.inverse_m  # one value for each position
+    m, entries, present = (
+        n if len(n.shape) == len(here.shape) else n + xp.zeros_like(here) for n in (new.m, new.entries, new.present)
+    )
+    rows = [present if name.startswith("feature") else m for name in names]
+    counts = xp.stack(rows)
+    # A variance takes two entries.
+    needed = xp.stack([entries - 1 if name == "batch_var" else row for name, row in zip(names, rows, strict=True)])
+    enters = finite & (needed > 0)
+
+    added = _cast(xp, counts, old.samples.dtype)
+    if most is not None:
+        added = xp.where(added < most - old.samples, added, most - old.samples)
+    updates = xp.where(enters, old.updates + 1, old.updates)
+    samples = xp.where(enters, old.samples + added, old.samples)
+    if momentum is None:
+        weights = counts / _cast(xp, clamp(xp, samples), here.dtype)
+    else:
+        weights = clamp(xp, 1 / _cast(xp, clamp(xp, updates), here.dtype), momentum)
+    lerp = getattr(xp, "lerp", partial(_lerp, xp))
+    values = []
+    for row, (name, before, value) in enumerate(zip(names, old.statistics, s, strict=True)):
+        takes, weight = (broadcast_counter(name, of_all[row], groups) for of_all in (enters, weights))
+        values.append(lerp(before, xp.where(takes, value, before), weight))
+    return Averages(Statistics(*values), updates, samples)
+
+
+def complete(xp: Any, after: Averages, before: Averages, groups: int | None) -> Averages:
+    """Take from ``before`` what ``after`` has not learned, and ``1/m`` wherever it was known."""
+    names = Statistics._fields
+    take = xp.stack([
+        before.updates[row] > 0 if name == "inverse_m" else after.updates[row] == 0 for row, name in enumerate(names)
+    ])  # fmt: skip
+    values = [
+        xp.where(
+            broadcast_counter(name, take[row], groups),
+            getattr(before.statistics, name),
+            getattr(after.statistics, name),
+        )
+        for row, name in enumerate(names)
+    ]
+    counters = (xp.where(take, *pair) for pair in zip(before[1:], after[1:], strict=True))
+    return Averages(Statistics(*values), *counters)
+
+
+def expand(xp: Any, name: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """Give a statistic or counter without positions to each position of ``shape``."""
+    if not name.startswith("batch"):
+        value = xp.reshape(value, (*value.shape, *[1] * (len(shape) - len(value.shape))))
+    return xp.broadcast_to(value, shape)
+
+
+def broadcast_counter(name: str, row: Any, groups: int | None) -> Any:
+    """Shape a counter's row, or what was made of one, to broadcast against its statistic."""
+    if groups is not None and name.startswith("feature"):  # the same at all positions
+        while len(row.shape) > 0:
+            row = row[0]
+        return row
+    return row[..., None] if name.startswith("batch") else row
+
+
+def _lerp(xp: Any, old: Any, new: Any, weight: Any) -> Any:
+    """Interpolate from the nearer end, as ``torch.lerp``: weight 1 leaves nothing of the old value."""
+    return xp.where(weight < 0.5, old + weight * (new - old), new - (1 - weight) * (new - old))
+
+
+def _cast(xp: Any, value: Any, dtype: Any) -> Any:
+    """Convert a type; Keras has no ``asarray`` and torch no ``array``."""
+    return (xp.asarray if hasattr(xp, "asarray") else xp.array)(value, dtype=dtype)
+
+
+# ---- the grouped form with pooled batch statistics: one affine map for each sample and feature
+
+
+def _from_groups(xp: Any, value: Any, d: int) -> Any:
+    """Repeat the value of each group for its features, ``(..., d)``."""
+    shape = value.shape
+    if shape[-1] in (1, d):  # broadcasts as it is
+        return value
+    tiled = xp.tile(value[..., None], (*[1] * len(shape), d // shape[-1]))
+    return xp.reshape(tiled, (*_known(shape[:-1]), d))
+
+
+def _by_group(xp: Any, value: Any, groups: int) -> Any:
+    """Reshape ``(..., d)`` to ``(..., groups, d / groups)``, which broadcasts against ``(..., groups, 1)``."""
+    return xp.reshape(value, (*_known(value.shape[:-1]), groups, value.shape[-1] // groups))
+
+
+def _flat(xp: Any, value: Any) -> Any:
+    """Reshape ``(..., groups, d / groups)`` to ``(..., d)``."""
+    return xp.reshape(value, (*_known(value.shape[:-2]), value.shape[-2] * value.shape[-1]))
+
+
+def _known(shape: Any) -> tuple[int, ...]:
+    """Replace a size that a TensorFlow graph leaves open by -1, for ``reshape``."""
+    return tuple(-1 if size is None else size for size in shape)
 
 
 class Coefficients(NamedTuple):
@@ -221,7 +436,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Spec) -> Coefficients:
-    """Eqs 14-17, or 22-25, sorted by ``x``."""
+    """Return eqs 14-17, or 22-25, sorted by ``x``."""
     assert spec.groups is not None
     w_B, w_F = weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
     slope_B = w_B / (s.batch_var + spec.eps) ** 0.5
@@ -237,7 +452,7 @@ def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Sp
 
 
 class Gradients(NamedTuple):
-    """The derivative of the grouped layer: ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta."""
+    """The derivative of the grouped layer, ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta."""
 
     c1: Any
     c0: Any
@@ -246,7 +461,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(xp: Any, s: Statistics, moments: Moments, sums: Any, dots: Any, gamma: Any, spec: Spec) -> Gradients:
-    """The chain rule through ``coefficients`` and the statistics of training, from sums over positions alone.
+    """Apply the chain rule through ``coefficients`` and the statistics of training, from sums over positions alone.
 
     Args:
         xp: The library.
@@ -271,7 +486,7 @@ def gradients(xp: Any, s: Statistics, moments: Moments, sums: Any, dots: Any, ga
     if gamma is not None:
         scale, by_group = gamma, _by_group(xp, gamma, spec.groups)
         g_sums, x_F = by_group * g_sums, by_group * x_F
-    # Entries behind each batch statistic and, up to the size of a group, behind each feature statistic.
+    # Entries of each batch statistic and, up to the size of a group, of each feature statistic.
     uniform = isinstance(positions, int | float)
     entries_B = positions * moments.mean.shape[0] if uniform else xp.sum(positions, axis=0)
     entries_F = (positions if uniform else positions[..., None]) * (d // spec.groups)

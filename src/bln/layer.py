@@ -1,4 +1,4 @@
-"""The layer."""
+"""``bln.BatchLayerNorm``, the layer: options, forward, state dict, and what it shows of itself."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from . import _padding, functional, synchronized
+from . import _backends, functional
 from ._activation import Activation, check_activation, check_residual, finish
 from ._autograd import recomputing
+from ._distributed.group import Group
+from ._distributed.messages import Task, agree_on
+from ._distributed.train import train as train_over_ranks
+from ._masks import positions_of, samples_at
 from ._memory import Memory
+from ._models import padding as _padding
 from ._positions import sizes
 from ._scripting import refuse_scripting
 from ._spec import Spec
 from .config import StatisticsConfig
+from .formula import Statistics
 from .population import Population
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-_quick: Callable[[BatchLayerNorm, Tensor, Tensor | None], Tensor | None] | None = None
-"""The way of a training call to the kernels, past checks that such a call passed before; once there was one."""
 
 
 class BatchLayerNorm(nn.Module):
@@ -218,7 +221,7 @@ class BatchLayerNorm(nn.Module):
 
     @process_group.setter
     def process_group(self, value: ProcessGroup | Literal["world"] | None) -> None:
-        self._group = None if value is None else synchronized.Group(value)
+        self._group = None if value is None else Group(value)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0.
@@ -229,132 +232,60 @@ class BatchLayerNorm(nn.Module):
         if mask is None:
             if _padding.known():
                 return _padding.normalize(self, x, partial(self._forward, residual=residual))
-            if _quick is not None and self.spec.coefficients and self.training and not torch.compiler.is_compiling():
-                y = _quick(self, x, residual)
+            # A trace must not read ``quick``: it would guard it, and may set it later.
+            if not is_compiling() and _backends.quick is not None and self.training and self.spec.coefficients:
+                y = _backends.quick(self, x, residual)
                 if y is not None:
                     return y
         return self._forward(x, mask, residual)
 
     def _forward(self, x: Tensor, mask: Tensor | None, residual: Tensor | None = None) -> Tensor:
         group = self._group.resolve() if self.training and self._group is not None else None
-        if group is not None and group.size() == 1:
-            group = None
-        shared = group is not None
+        shared = group is not None and group.size() > 1
         channel_dim = functional.check(x, mask, self.channel_dim, empty=shared or not self.training, hidden=shared)
-        shape = list(x.shape)
-        if shape.pop(channel_dim) != self.num_features:
+        self._check_features(x, channel_dim)
+        check_residual(residual, x)
+        tensors = x, self.weight, self.bias, mask, channel_dim, self.spec
+        after: Any = {"residual": residual, "activation": self.activation}
+        if not self.training:
+            return _backends.infer(*tensors, self.population, self.config, recall=self._recall(*tensors), **after)[0]
+        if shared:
+            y = self._synchronized(x, mask, channel_dim, group)  # type: ignore[arg-type]
+            return finish(y, residual, mask, channel_dim, self.activation)
+        y, statistics = _backends.train(*tensors, population=self.population, momentum=self.momentum, **after)
+        if statistics is not None and not recomputing():
+            self.population.update_from(x, mask, channel_dim, self.spec, statistics, self.momentum)
+        return y
+
+    def _check_features(self, x: Tensor, channel_dim: int) -> None:
+        """Refuse an input with another number of features."""
+        if x.shape[channel_dim] != self.num_features:
             raise ValueError(
                 f"expected {self.num_features} features along dimension {channel_dim}, got {x.shape[channel_dim]} in "
                 f"an input of shape {tuple(x.shape)}. If features stand elsewhere, pass channel_dim="
             )
-        check_residual(residual, x)
-        positions = tuple(shape[1:]) if self.per_position else ()
-        if group is None and (kernels := self._grouped_kernels(x, channel_dim, residual)) is not None:
-            return self._grouped(kernels, x, mask, channel_dim, residual)
-        y = self._normalize(x, mask, channel_dim, positions, group)
-        return finish(y, residual, mask, channel_dim, self.activation)
 
-    def _normalize(
-        self, x: Tensor, mask: Tensor | None, channel_dim: int, positions: tuple[int, ...], group: ProcessGroup | None
-    ) -> Tensor:
-        """What was checked, normalized, without residual and activation."""
-        if group is not None:
-            return self._synchronized(x, mask, channel_dim, positions, group)
-        if not self.training and x.shape[0] == 0:
-            return x.clone()
-        population = self.population
-        shape = list(x.shape)
-        del shape[channel_dim]
-        m, entries = functional.count(shape, mask, self.per_position)
-        recall = None
-        if self._memory is not None and not self.training:
-            recall = partial(self._memory.join, m=m, positions=positions)
-        if self.groups is None and recall is None and not torch.compiler.is_compiling():
-            others = self.weight, self.bias, population.batch_mean
-            kernels = functional.kernels_for(x, self.spec, self.num_features, *others)
-            if kernels is not None and population.learned(positions, self.training):
-                return self._by_kernels(kernels, x, mask, channel_dim, positions, m, entries)
-
-        y, statistics = functional.normalize(
-            x,
-            self.weight,
-            self.bias,
-            mask,
-            channel_dim,
-            self.spec,
-            population=None if self.training else population.statistics(positions, m),
-            config=self.config,
-            recall=recall,
-            dtype=population.batch_mean.dtype,
-        )
-        if self.training and not recomputing():
-            population.update(statistics, m, entries, mask, positions, self.momentum)
-        return y
-
-    def _grouped_kernels(self, x: Tensor, channel_dim: int, residual: Tensor | None) -> Any:
-        """The kernels of the grouped layer, where they can do all of this call."""
-        recalls = self._memory is not None and not self.training
-        if self.groups is None or x.shape[0] == 0 or recalls or torch.compiler.is_compiling():
+    def _recall(
+        self, x: Tensor, _: Any, __: Any, mask: Tensor | None, channel_dim: int, spec: Spec
+    ) -> Callable[[Statistics], Statistics] | None:
+        """What joins the statistics of a request with those remembered; ``None`` for a layer without memory."""
+        if self._memory is None:
             return None
-        others = self.weight, self.bias, self.population.batch_mean
-        kernels = functional.kernels_for(x, self.spec, self.num_features, *others)
-        if kernels is None or not kernels.grouped.usable(x, channel_dim, residual):
-            return None
-        return kernels.grouped
+        m, positions = samples_at(x, mask, channel_dim, spec)
+        return partial(self._memory.join, m=m, positions=positions)
 
-    def _grouped(
-        self, kernels: Any, x: Tensor, mask: Tensor | None, channel_dim: int, residual: Tensor | None
-    ) -> Tensor:
-        """The grouped layer on a GPU, residual and activation in the same pass."""
-        tensors = x, self.weight, self.bias, mask
-        y: Tensor
-        if not self.training:
-            y = kernels.infer(*tensors, channel_dim, self.spec, self.population, self.config, residual, self.activation)
-            return y
-        remember = None if recomputing() else (self.population, self.momentum)
-        global _quick
-        _quick = kernels.train_layer
-        y = kernels.train(*tensors, channel_dim, self.spec, remember, residual, self.activation)
-        return y
-
-    def _by_kernels(
-        self,
-        kernels: Any,
-        x: Tensor,
-        mask: Tensor | None,
-        channel_dim: int,
-        positions: tuple[int, ...],
-        m: int | Tensor,
-        entries: int | Tensor,
-    ) -> Tensor:
-        """The same on a GPU, the population read and written by the kernels."""
-        options = {"channel_dim": channel_dim, **functional.published(self.spec)}
-        tensors = x, self.weight, self.bias, mask
-        y: Tensor
-        if not self.training:
-            y = kernels.infer(*tensors, **options, kept=self.population, config=self.config)
-            return y
-        learning = not recomputing()
-        remember = (self.population, self.momentum) if learning else None
-        y, statistics = kernels.train(*tensors, **options, remember=remember)
-        if learning and statistics is not None:
-            self.population.update(statistics, m, entries, mask, positions, self.momentum)
-        return y
-
-    def _synchronized(
-        self, x: Tensor, mask: Tensor | None, channel_dim: int, positions: tuple[int, ...], group: ProcessGroup
-    ) -> Tensor:
+    def _synchronized(self, x: Tensor, mask: Tensor | None, channel_dim: int, group: ProcessGroup) -> Tensor:
         """Training on the samples of all ranks."""
-        kept = self.population.positions_for(positions)
-        if self.per_position and not self._agreed and not torch.compiler.is_compiling():
-            synchronized.agree_on(kept, group, x.device)
+        kept = self.population.positions_for(positions_of(x, channel_dim, self.spec))
+        if self.per_position and not self._agreed and not is_compiling():
+            agree_on(kept, group, x.device)
             self._agreed = True
-        return synchronized.train(
+        return train_over_ranks(
             x,
             self.weight,
             self.bias,
             mask,
-            synchronized.Task(channel_dim, self.spec, kept, group, self.population.batch_mean.dtype),
+            Task(channel_dim, self.spec, kept, group, self.population.batch_mean.dtype),
             population=self.population,
             momentum=self.momentum,
             learning=not recomputing(),

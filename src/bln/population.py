@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from . import _positions, formula
-from .formula import Statistics
-from .functional import at_least_one, can_look
-from .functional import present as samples_in
+from ._masks import clamp_count, count, is_host_readable, samples_at
+from ._masks import present as samples_in
+from ._spec import Spec
+from .formula import Averages, MiniBatch, Statistics
 
 STATISTICS = Statistics._fields
 _COUNTERS = ("updates", "samples")
@@ -61,10 +62,7 @@ class Population(nn.Module):
         self.reset()
 
     def _shapes(self, positions: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        batch, counters = (*positions, self.num_features), (len(STATISTICS), *positions)
-        feature = positions if self.groups is None else (self.groups,)
-        shapes = (batch, batch, feature, feature, positions, counters, counters)
-        return dict(zip(STATISTICS + _COUNTERS, shapes, strict=True))
+        return formula.shapes(positions, self.num_features, self.groups)
 
     @property
     def position_shape(self) -> tuple[int, ...] | None:
@@ -100,6 +98,11 @@ class Population(nn.Module):
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 
+    def at_positions_of(self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> Statistics:
+        """The statistics at an input's positions; where nothing was seen yet, ``m`` is that of the input."""
+        m, positions = samples_at(x, mask, channel_dim, spec)
+        return self.statistics(positions, m)
+
     def positions_for(self, positions: tuple[int, ...]) -> tuple[int, ...]:
         """All positions statistics are kept for, where an input with these comes in."""
         self._window(positions)
@@ -128,7 +131,7 @@ class Population(nn.Module):
         Args:
             batch: The mini-batch's own statistics; those of features for each sample, or averaged over samples.
             m: Its samples; under a mask, at each position.
-            entries: The entries behind each of its batch statistics; under a mask, at each position.
+            entries: The entries that each of its batch statistics averages; under a mask, at each position.
             mask: True at real entries.
             positions: The input's positions, ``()`` where statistics are pooled over them.
             momentum: The weight of the new value; never less than ``1/updates``, so that initial values do not mix
@@ -143,19 +146,6 @@ class Population(nn.Module):
             counted = mask is None or self.groups is None or not self.position_shape
             present = m if counted else samples_in(mask).sum()  # type: ignore[arg-type]
         new = self._estimates(batch, m, entries, mask, present)
-        # NaN and infinity, in the input or from an overflow, show in the variances; max and maximum hand on NaN.
-        largest = new.batch_var.max(), new.feature_var.max()
-        # Known, it saves half of the operations below.
-        look = can_look(largest[0])
-        finite: Any = all(each.item() < math.inf for each in largest) if look else torch.maximum(*largest) < math.inf
-        # A variance takes two entries. What is true anyway takes no operation, each of which is a launch on a GPU.
-        anything, spread = (finite if enough is True else finite & enough for enough in (m > 0, entries > 1))
-        if anything is False:
-            return
-        apart = self.groups is not None and self.position_shape != ()  # feature statistics have no positions
-        if apart:
-            self._update_features(new, finite, present, momentum)
-
         updates, samples, dtype = self.updates, self.samples, self.inverse_m.dtype
         kept = [getattr(self, name) for name in STATISTICS]
         values: Any = new if new.batch_mean.dtype == dtype else [value.to(dtype) for value in new]
@@ -163,65 +153,41 @@ class Population(nn.Module):
             updates, samples = updates[:, *window], samples[:, *window]
             for at, name in enumerate(STATISTICS):  # in a comprehension, too, there would be a graph for each length
                 kept[at] = self._at(name, kept[at], window)
-        entering: Any = [spread if name == "batch_var" else anything for name in STATISTICS]
-        if apart:
-            entering[2:4] = [False if anything is True else torch.zeros_like(anything)] * 2
-        elif anything is spread is True:
-            updates += 1
-            samples += m
+        if is_host_readable(new.batch_var) and isinstance(m, int) and present == m > 0 and entries > 1:
             # Mostly all counts are the same, and one number does for all weights: a third less time with small inputs.
+            if not all(value.max().item() < math.inf for value in (new.batch_var, new.feature_var)):  # nor NaN
+                return
             least, most = (count.item() for count in (samples if momentum is None else updates).aminmax())
             if least == most:
-                same: Any = m / least if momentum is None else max(1 / least, momentum)
-                torch._foreach_lerp_(kept, values, same)
+                weight: Any = m / (least + m) if momentum is None else max(1 / (least + 1), momentum)
+                torch._foreach_lerp_(kept, values, weight)
+                updates += 1
+                samples += m
                 return
-        if apart or not (anything is spread is True):
-            seen = torch.tensor(entering) if anything is True else torch.stack(entering)
-            seen = seen.reshape(*seen.shape, *[1] * (updates.dim() - seen.dim()))
-            updates += seen
-            samples += seen * m
-            entering = entering if anything is True else seen.unbind()
-        if momentum is None:
-            weights = m / samples.clamp(min=1).to(dtype)
-        else:
-            weights = updates.clamp(min=1).to(dtype).reciprocal().clamp(min=momentum)
+        counts = (c if isinstance(c, Tensor) else self.inverse_m.new_full((), c) for c in (m, entries, present))
+        after = formula.update(
+            torch, Averages(Statistics(*kept), updates, samples), MiniBatch(Statistics(*values), *counts),
+            momentum, self.groups,
+        )  # fmt: skip
+        for old, value in zip((*kept, updates, samples), (*after.statistics, *after[1:]), strict=True):
+            # Through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.
+            old.detach().copy_(value)
 
-        for name, old, value, enters, weight in zip(STATISTICS, kept, values, entering, weights.unbind(), strict=True):
-            if enters is False:
-                continue
-            weight = self.beside(name, weight)
-            if enters is True:
-                old.lerp_(value, weight)
-            else:
-                # vmap has no rule for lerp_. Written through an alias: compiled, torch 2.13 forgets to write to a
-                # float64 input without dimensions.
-                enters = self.beside(name, enters)
-                old.detach().copy_(torch.lerp(old, torch.where(enters, value, old), weight))
-
-    def _update_features(
-        self, new: Statistics, finite: bool | Tensor, present: int | Tensor, momentum: float | None
+    def update_from(
+        self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, batch: Statistics, momentum: float | None
     ) -> None:
-        """Average grouped feature statistics, whose counters are the same at all positions."""
-        enters = finite & (present > 0)
-        updates, samples = self.updates[2:4], self.samples[2:4]
-        updates += enters
-        samples += enters * present
-        dtype = self.feature_mean.dtype
-        if momentum is None:
-            weights = present / samples.clamp(min=1).to(dtype)
-        else:
-            weights = updates.clamp(min=1).to(dtype).reciprocal().clamp(min=momentum)
-        for name, weight in zip(("feature_mean", "feature_var"), weights, strict=True):
-            old, value = getattr(self, name), getattr(new, name).to(dtype)
-            entering = torch.where(torch.as_tensor(enters, device=value.device), value, old)
-            old.detach().copy_(torch.lerp(old, entering, self.beside(name, weight)))
+        """``update`` with the statistics of an input."""
+        shape = list(x.shape)
+        del shape[channel_dim]
+        m, entries = count(shape, mask, spec.per_position)
+        self.update(batch, m, entries, mask, tuple(shape[1:]) if spec.per_position else (), momentum)
 
     def _estimates(
         self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None, present: int | Tensor
     ) -> Statistics:
         """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
         dtype = batch.inverse_m.dtype
-        m, entries, present = (at_least_one(c) for c in (m, entries, present))
+        m, entries, present = (clamp_count(c) for c in (m, entries, present))
         m, entries, present = (c.to(dtype) if isinstance(c, Tensor) else c for c in (m, entries, present))
         feature_mean, feature_var = batch.feature_mean, batch.feature_var
         if feature_mean.dim() > self.feature_mean.dim():  # else averaged already
@@ -234,33 +200,19 @@ class Population(nn.Module):
                 feature_mean, feature_var = (
                     value.masked_fill(hidden, 0).sum(over) / number for value in (feature_mean, feature_var)
                 )
-        factor = formula.bessel(entries)
-        return Statistics(
-            batch.batch_mean,
-            batch.batch_var * (factor[..., None] if isinstance(factor, Tensor) else factor),  # eqs 5, 19
-            feature_mean,
-            feature_var * formula.bessel(m if self.groups is None else present),  # eq 21
-            batch.inverse_m,
-        )
+        own = batch._replace(feature_mean=feature_mean, feature_var=feature_var)
+        entries = entries[..., None] if isinstance(entries, Tensor) else entries
+        return formula.unbiased(own, entries, present if self.groups is not None else m)
 
     def _at(self, name: str, value: Tensor, window: tuple[slice, ...]) -> Tensor:
         """A statistic at some positions; grouped feature statistics have none."""
         return value if self.groups is not None and name.startswith("feature") else value[window]
 
-    def beside(self, name: str, counter: Tensor) -> Tensor:
-        """A counter's row, or what was made of one, in a shape that meets its statistic."""
-        if name.startswith("batch"):
-            return counter[..., None]
-        if name.startswith("feature") and self.groups is not None:
-            return counter.reshape(-1)[:1]  # the same at all positions
-        return counter
-
-    def learned(self, positions: tuple[int, ...], training: bool) -> bool:
-        """Whether positions are known, and if so, fit the input's; in training they are, from the first on."""
-        if training and self.position_shape is None:
+    def expect(self, positions: tuple[int, ...]) -> None:
+        """Learn these positions, if none are known; refuse ones that do not fit."""
+        if self.position_shape is None:
             self.learn_positions(positions)
         self._window(positions)
-        return self.position_shape is not None
 
     def learn_positions(self, positions: tuple[int, ...]) -> None:
         """Keep statistics for these positions from now on; each starts with what is known so far."""
@@ -312,15 +264,15 @@ class Population(nn.Module):
     @torch.no_grad()
     def complete(self, snapshot: Snapshot) -> None:
         """Take from the snapshot what was not learned since, and ``1/m`` wherever it was known."""
-        positions = self.position_shape or ()
-        old = {name: spread(snapshot[1][name], name, shape) for name, shape in self._shapes(positions).items()}
-        take = self.updates == 0
-        take[STATISTICS.index("inverse_m")] = old["updates"][STATISTICS.index("inverse_m")] > 0
-        for name, wanted in zip(STATISTICS, take, strict=True):
-            wanted = self.beside(name, wanted)
-            getattr(self, name).copy_(torch.where(wanted, old[name], getattr(self, name)))
-        for name in _COUNTERS:
-            getattr(self, name).copy_(torch.where(take, old[name], getattr(self, name)))
+        shapes = self._shapes(self.position_shape or ())
+        old = {name: spread(snapshot[1][name], name, shape) for name, shape in shapes.items()}
+        after, before = (
+            Averages(Statistics(*(values[name] for name in STATISTICS)), *(values[name] for name in _COUNTERS))
+            for values in (dict(self.named_buffers()), old)
+        )
+        completed = formula.complete(torch, after, before, self.groups)
+        for name, value in zip(STATISTICS + _COUNTERS, (*completed.statistics, *completed[1:]), strict=True):
+            getattr(self, name).copy_(value)
 
     # ---- moving and loading
 
@@ -414,6 +366,5 @@ def _narrow(tensor: Tensor) -> bool:
 
 def spread(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """A statistic or counter without positions, given to each position of ``shape``; one that fits, as a copy."""
-    if value.dim() < len(shape) and not name.startswith("batch"):
-        value = value.reshape((*value.shape, *[1] * (len(shape) - value.dim())))
-    return value.expand(shape).clone()
+    spread: Tensor = formula.expand(torch, name, value, shape)
+    return spread.clone()

@@ -17,6 +17,7 @@ from chromium import opened
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+FORMULAS = {"index": 1, "method": 3}
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -60,7 +61,8 @@ def test_a_page_is_drawn_without_errors_and_fits(site, page, name, width):
         page.picture(Path(folder) / f"{name}-{width}.png")
     assert page.do("[...document.images].filter(image => !image.naturalWidth).map(image => image.src)") == []
     assert page.do("document.documentElement.scrollWidth") <= width
-    assert page.do("[...document.querySelectorAll('math')].every(math => math.getBoundingClientRect().height > 10)")
+    assert page.do("[...document.querySelectorAll('.math svg')].every(one => one.getBoundingClientRect().height > 10)")
+    assert page.do("document.querySelectorAll('.math').length") == FORMULAS.get(name, 0)
     assert page.problems == []
     assert [url for url in page.requests if not url.startswith((site, "data:", "blob:"))] == []
 

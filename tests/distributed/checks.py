@@ -60,17 +60,18 @@ def against_the_oracle(
     affine: bool = True,
     looking: bool = True,
     only: int | None = None,
-    processors: int | None = None,
+    shared: bool = False,
     groups: int | None = None,
 ) -> None:
     """Mini-batches of unequal parts: outputs, gradients and population are those of one process with all samples.
 
-    With ``only`` that rank alone is masked; with ``processors``, so many, programs of a kernel share its work.
+    With ``only`` that rank alone is masked; with ``shared`` several programs of a kernel share its work.
     """
-    if processors:
-        from bln.kernels import slabs
+    if shared:
+        from bln._backends.triton import published
 
-        with mock.patch.object(slabs, "processors", return_value=processors):
+        few = {name: row._replace(values=16, each=1, samples=2) for name, row in published.TABLE.items()}
+        with mock.patch.object(published, "TABLE", few):
             against_the_oracle(
                 seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, looking,
                 only, groups=groups,
@@ -78,8 +79,8 @@ def against_the_oracle(
         return
     if not looking:  # as on a GPU, where looking at a count would wait for it
         with (
-            mock.patch("bln.functional.can_look", return_value=False),
-            mock.patch("bln.population.can_look", return_value=False),
+            mock.patch("bln._distributed.messages.is_host_readable", return_value=False),
+            mock.patch("bln.population.is_host_readable", return_value=False),
         ):
             against_the_oracle(
                 seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine,
@@ -383,8 +384,7 @@ def a_group_of_some_ranks(seed: int) -> None:
 
 def exchanged(layer: bln.BatchLayerNorm, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """The layer on a group of one, which it would not ask otherwise."""
-    positions = tuple(x.shape[2:]) if layer.per_position else ()
-    return layer._synchronized(x, mask, 1, positions, dist.group.WORLD)
+    return layer._synchronized(x, mask, 1, dist.group.WORLD)
 
 
 def through_nccl(dtype: str, per_position: bool, masked: bool, groups: int | None = None) -> None:
@@ -461,7 +461,7 @@ def captured_with_nccl() -> None:
 
 def merged_through_nccl() -> None:
     """Messages must lie on the GPU, whatever they are about."""
-    from bln import ranks as over_ranks
+    from bln._distributed import ranks as over_ranks
 
     model = trained(0)
     together = over_ranks.Ranks("world", model)

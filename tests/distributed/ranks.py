@@ -129,9 +129,9 @@ def main(device: str, rank: str, world: str, meet: str) -> None:
     import checks
 
     if device == "interpreter":
-        from bln import functional
+        from bln import _backends
 
-        device, functional._on_gpu = "cpu", lambda x: True
+        device, _backends._on_gpu = "cpu", lambda x: True
     checks.DEVICE = device
     # NCCL refuses ranks that share a GPU, so it is tried by one alone.
     join(int(rank), int(world), meet, "nccl" if device == "cuda" and world == "1" else "gloo")

@@ -230,7 +230,7 @@ def test_kernels_do_what_one_process_does(two_by_kernels, positions, channel_dim
 def test_kernels_share_the_work_of_a_rank(three_by_kernels, channel_dim, per_position):
     against_the_oracle(
         three_by_kernels, shares=[[9, 40, 0]], positions=[2], channel_dim=channel_dim, per_position=per_position,
-        processors=3,
+        shared=True,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from bln.experiments.report.claims import CLAIMS, Verdict, decide, judge, overal
 from bln.experiments.report.compare import TEST_LOSS, difference, pairs
 from bln.experiments.report.statistics import mean_interval
 from bln.experiments.report.summary import authors, read
-from report_runs import run, summary, world
+from report_runs import like_authors, run, summary, world
 
 YES, NO, OPEN = Verdict.REPRODUCED, Verdict.NOT, Verdict.UNDECIDED
 
@@ -90,8 +90,8 @@ def test_where_a_run_diverged_all_seeds_must_agree(gains, expected):
 
 
 def diverge(one):
-    empty = {name: [*curve[:2], *[None] * (len(curve) - 2)] for name, curve in one["epochs"].items()}
-    return one | {"status": "diverged", "test": None, "epochs": empty, "chosen": None, "configurations": None}
+    empty = {name: [*curve[:2], *[None] * (len(curve) - 2)] for name, curve in one["curves"].items()}
+    return one | {"status": "diverged", "test": None, "curves": empty, "chosen": None, "configurations": None}
 
 
 def test_a_diverged_rival_loses_and_counts_as_chance(rng):
@@ -117,7 +117,7 @@ def test_a_printed_accuracy_is_matched_within_the_tolerance(rng, shift, expected
     runs = []
     for seed, noise in enumerate((-0.004, 0.001, 0.003)):
         one = run(rng, "cnn", "bln", 25, 0.2, seed)
-        one["epochs"]["train_accuracy"][-1] = 0.87 + shift + noise
+        one["curves"]["train_accuracy"][-1] = 0.87 + shift + noise
         runs.append(one)
     assert verdicts(runs)["batch 25: BLN reaches 0.87", "train accuracy, last epoch"].verdict is expected
 
@@ -125,18 +125,19 @@ def test_a_printed_accuracy_is_matched_within_the_tolerance(rng, shift, expected
 def test_one_seed_can_refute_a_printed_accuracy_and_not_confirm_it(rng):
     one = run(rng, "cnn", "bln", 25, 0.2)
     for reached, expected in ((0.87, OPEN), (0.7, NO)):
-        one["epochs"]["train_accuracy"][-1] = reached
+        one["curves"]["train_accuracy"][-1] = reached
         part = verdicts([one])["batch 25: BLN reaches 0.87", "train accuracy, last epoch"]
-        assert (part.verdict, part.note) == (expected, "one seed, interval assumed")
+        assert (part.verdict, part.note) == (expected, "one seed, interval assumed; a spread takes 3")
 
 
 def test_one_epoch_above_refutes_lower_at_each_epoch(rng):
     runs = world(rng)
     for one in runs:
         if (one["task"], one["norm"], one["batch_size"]) == ("cnn", "bln", 25):
-            one["epochs"]["train_loss"][2] += 1
+            one["curves"]["train_loss"][2] += 1
     part = verdicts(runs)["CNN, batch 25: BLN better than BN", "training loss, each epoch"]
-    assert (part.verdict, part.figure) == (NO, "lower in 4 of 5")
+    assert part.verdict is NO
+    assert part.figure.startswith("lower in 4 of 5, at worst +")
 
 
 def test_seeds_are_paired(rng):
@@ -158,12 +159,12 @@ def test_configurations_are_chosen_on_validation_and_compared_on_test(rng):
     """Validation prefers another one in each setting, but the test set prefers the first's in both."""
     runs = world(rng)
     key = ("depends on data size: CNN, batch 25, 20 % or all data", "configurations")
-    assert verdicts(runs)[key].figure == "TTFF / FTFF"
+    assert verdicts(runs)[key].figure.split(":")[0] == "TTFF / FTFF"
     for one in runs:
         if (one["task"], one["norm"], one["fraction"]) == ("cnn", "bln", 1.0):
             test = one["configurations"]["test"]
             test["TTFF"], test["FTFF"] = test["FTFF"], test["TTFF"]
-    assert verdicts(runs)[key].figure == "TTFF / FTFF"
+    assert verdicts(runs)[key].figure.split(":")[0] == "TTFF / FTFF"
     assert verdicts(runs)[key].verdict is NO
 
 
@@ -194,3 +195,16 @@ def test_what_is_undecided_says_how_many_seeds_would_decide(rng):
         assert re.search(r"(about \d+|more than 1,000) (seeds|runs) would", part.note), part
     few = [one for one in near if one["seed"] < 2]
     assert not any("would" in part.note for part in judge(read(summary(few))) if part.claim < 5)
+
+
+def test_what_is_undecided_says_what_would_decide_and_how_large_the_effect_is(rng):
+    """Of seeds with a spread, a number follows from it; of fewer, that more are needed to have one."""
+    for seeds, expected in ((4, r"(seeds|runs) would|same is chosen"), (1, "a spread takes 3|(seeds|runs) would")):
+        parts = judge(read(summary(like_authors(rng, seeds, noise=0.3))))
+        undecided = [part for part in parts if part.verdict is OPEN]
+        assert len(undecided) > 3
+        for part in undecided:
+            assert re.search(expected, part.note), part
+            assert re.search(r"\d", part.figure), part
+            if seeds > 1 and " / " not in part.figure:
+                assert "[" in part.figure, part

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -176,8 +177,8 @@ def test_parts_of_a_summary_make_a_page(rng, tmp_path, attempt):
         state = rng.choice(["finished", "diverged", "running"], p=[0.6, 0.2, 0.2])
         one["status"] = str(state)
         if state != "finished":
-            cut = int(rng.integers(0, len(one["epochs"]["train_loss"]) + 1))
-            for curve in one["epochs"].values():
+            cut = int(rng.integers(0, len(one["curves"]["train_loss"]) + 1))
+            for curve in one["curves"].values():
                 curve[cut:] = [] if state == "running" else [None] * (len(curve) - cut)
             one["best_epoch"] = one["test"] = one["chosen"] = one["configurations"] = None
         elif one["configurations"] and rng.random() < 0.3:
@@ -216,7 +217,7 @@ def test_diverged_runs_are_shown_as_such(rng):
     for one in runs:
         if one["norm"] == "bn":
             one |= {"status": "diverged", "test": None, "best_epoch": None}
-            for curve in one["epochs"].values():
+            for curve in one["curves"].values():
                 curve[2:] = [None] * 13
     page, _ = shown(runs)
     assert "3 diverged" in page.text
@@ -242,12 +243,13 @@ def test_both_protocols_are_judged_apart(rng):
 
 def test_digits_alone_make_the_short_page(rng):
     runs = [one for one in everything(rng, 2) if one["task"] == "digits-cnn"]
-    page, _ = shown(runs)
+    page, text = shown(runs)
     assert {figure["id"] for figure in page.figures} == {"figure-2", "digits-cnn-clean-100pct"}
     assert "claim" not in page.text
     assert "Not run here" not in page.text
     assert page.tags.count("details") == 3  # the 16 configurations at three batch sizes
-    assert page.text.count("True") == page.text.count("False") == 3 * 32
+    switches = Counter(re.findall(r'<td class="(t|f)">(T|F)</td>', text))
+    assert switches == {("t", "T"): 3 * 32, ("f", "F"): 3 * 32}
 
 
 def test_configuration_tables_hold_the_means_in_the_papers_order(rng):
@@ -256,15 +258,16 @@ def test_configuration_tables_hold_the_means_in_the_papers_order(rng):
     part = text[text.index("Table 1, part A") :]
     rows = re.findall(r"<tr>(<td>\d+</td>.*?)</tr>", part)[:16]
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
-    order = ["".join(word[0] for word in row[1:5]) for row in cells]
+    order = ["".join(row[2:6]) for row in cells]
+    assert [row[1] for row in cells] == [f"<code>{config}</code>" for config in order]
     printed = "TTFF TTFT TTTT TTTF FFFT FFFF FFTT FFTF FTFT FTFF FTTT FTTF TFTF TFTT TFFT TFFF"
     assert " ".join(order) == printed
     tested = [one["configurations"]["test"] for one in runs if one["norm"] == "bln"]
     for config, row in zip(order, cells, strict=True):
         loss, accuracy = np.mean([table[config] for table in tested], axis=0)
-        assert row[7:9] == [f"{loss:.4f}", f"{accuracy:.4f}"]
-    assert sorted(int(row[9]) for row in cells) == list(range(1, 17))
-    assert sum(int(row[10].split()[0]) for row in cells if row[10]) == 3
+        assert row[8:10] == [f"{loss:.4f}", f"{accuracy:.4f}"]
+    assert sorted(int(row[10]) for row in cells) == list(range(1, 17))
+    assert sum(int(row[11].split()[0]) for row in cells if row[11]) == 3
 
 
 def test_markup_in_names_is_text(rng, tmp_path):
@@ -307,6 +310,6 @@ def test_an_absent_extra_is_named(absent):
 @pytest.mark.parametrize("task", ["cnn", "resnet", "digits-rnn"])
 def test_a_run_that_has_only_begun_is_shown(rng, task):
     one = run(rng, task, epochs=1) | {"status": "running", "best_epoch": None, "test": None, "configurations": None}
-    one["epochs"] = {name: [] for name in one["epochs"]}
+    one["curves"] = {name: [] for name in one["curves"]}
     page, _ = shown([one | {"seconds": []}])
     assert "1 running (epoch 0)" in page.text

@@ -1,6 +1,8 @@
 """What the report of accuracy against batch size says follows from the runs, whatever they are."""
 
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +10,6 @@ import pytest
 from bln.cli import main
 from bln.experiments.report import sizes
 from bln.experiments.report.statistics import seeds_to_decide
-from bln.experiments.sizes import study
 from report_runs import by_size
 
 NORMS = ("bn", "gn", "ln", "batchrenorm", "bln", "bln-grouped", "bln-g1")
@@ -129,4 +130,33 @@ def test_what_is_no_table_is_refused(tmp_path, content):
 def test_a_table_without_runs_makes_a_page(tmp_path):
     assert sizes.read(tmp_path / "nowhere.jsonl") == []
     assert sizes.write([], tmp_path).exists()
-    assert study.read(tmp_path / "nowhere.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [(0.8, "BLN helps in"), (0.6, "Do not use BLN in .*: it is behind GroupNorm at batch 1"), (0.7, "nothing here")],
+)
+def test_whether_to_use_it_follows_from_the_standings(tmp_path, ours, said):
+    results = table(tmp_path / "runs.jsonl", {"gn": 0.7, "bln-grouped": ours})
+    assert re.search(said, sizes.advice(results))
+
+
+def test_a_size_that_is_undecided_is_said_beside_those_ahead(monkeypatch, tmp_path):
+    results = table(tmp_path / "runs.jsonl", {"gn": 0.7, "bln-grouped": 0.8})
+    first, *rest = sizes.standings(results)
+    monkeypatch.setattr(sizes, "standings", lambda _: [replace(first, verdict="undecided"), *rest])
+    ahead = " and ".join(str(each.size) for each in rest)
+    assert f"ahead at batch {ahead}; at batch {first.size} these runs do not decide" in sizes.advice(results)
+
+
+def test_of_several_forms_in_a_transformer_the_claim_is_about_the_best_on_validation_data(tmp_path):
+    rows = [
+        by_size(norm, 4, seed, 0.5, validation=level, task="transformer")
+        for norm, level in (("ln", 0.9), ("bln", 0.6), ("bln-pooled", 0.8), ("bln-grouped", 0.7))
+        for seed in range(2)
+    ]
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (results,) = sizes.read(path)
+    assert results.ours == "bln-pooled"
+    assert "reviews" in sizes.recipe(results)

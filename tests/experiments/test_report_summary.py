@@ -13,12 +13,12 @@ from report_runs import run, summary
 
 def test_what_is_read_is_what_was_written(rng):
     raw = run(rng, "rnn", "bln", 25, 0.2, 3, "clean", epochs=4)
-    raw["epochs"]["validation_loss"][1] = None
+    raw["curves"]["validation_loss"][1] = None
     raw["configurations"]["test"]["TFTF"] = [None, 0.5]
     [found] = read(json.loads(json.dumps(summary([raw])))).runs
     assert found.setting == Setting("rnn", "clean", 0.2, 25)
     assert (found.norm, found.seed, found.epochs, found.best_epoch) == ("bln", 3, 4, 4)
-    assert found.train_loss == raw["epochs"]["train_loss"]
+    assert found.train_loss == raw["curves"]["train_loss"]
     assert math.isnan(found.validation_loss[1])
     assert math.isnan(found.test_configurations["TFTF"].loss)
     assert found.validation_configurations["FTFF"] == Score(*raw["configurations"]["validation"]["FTFF"])
@@ -42,9 +42,9 @@ BROKEN = {
     r"runs\[0\].task is 'mlp', expected one of cnn, rnn": broken(lambda s: s["runs"][0].update(task="mlp")),
     "status": broken(lambda s: s["runs"][0].update(status="done")),
     r"runs\[0\] and runs\[1\] are the same run": broken(lambda s: s["runs"][1].update(seed=0)),
-    "different lengths": broken(lambda s: s["runs"][0]["epochs"]["train_loss"].pop()),
+    "different lengths": broken(lambda s: s["runs"][0]["curves"]["train_loss"].pop()),
     r"train_loss\[2\] is 'x', expected a number or null": broken(
-        lambda s: s["runs"][0]["epochs"]["train_loss"].__setitem__(2, "x")
+        lambda s: s["runs"][0]["curves"]["train_loss"].__setitem__(2, "x")
     ),
     "16 configurations": broken(lambda s: s["runs"][0]["configurations"]["test"].pop("TTFF")),
     "chosen": broken(lambda s: s["runs"][0].update(chosen="TTF")),

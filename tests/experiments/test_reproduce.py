@@ -1,6 +1,5 @@
 """Many runs: which ones, side by side, and their summary."""
 
-import json
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -13,8 +12,8 @@ from tiny_runs import TINY, patch
 import bln
 from bln._install import install
 from bln.cli import _spread, main
-from bln.experiments import demo, runs
-from bln.experiments.reproduce import estimate, plan, reproduce, summarize
+from bln.experiments import demo, table
+from bln.experiments.reproduce import estimate, plan, reproduce, rows
 from bln.experiments.runs import RunFolder, Settings
 from bln.experiments.sizes.study import Estimate
 
@@ -78,13 +77,13 @@ def test_a_run_that_cannot_go_on_does_not_keep_the_others(one_by_one, tmp_path):
     assert ended[FEW[1]] == "finished"
 
 
-def test_a_summary_holds_every_run(one_by_one):
-    summary = json.loads(json.dumps(summarize(one_by_one)))
-    assert summary["format"] == runs.FORMAT
-    assert len(summary["runs"]) == len(FEW)
-    for run in summary["runs"]:
+def test_the_table_holds_every_run(one_by_one, tmp_path):
+    table.write(tmp_path / table.NAME, rows(one_by_one))
+    found = table.read(tmp_path / table.NAME)
+    assert len(found) == len(FEW)
+    for run in found:
         assert run["status"] == "finished"
-        assert all(len(curve) == 2 for curve in run["epochs"].values())
+        assert all(len(curve) == 2 for curve in run["curves"].values())
         assert (run["configurations"] is None) == (run["norm"] == "ln")
         assert 0 <= run["test"]["accuracy"] <= 1
         assert run["hours"] == pytest.approx(sum(run["seconds"]) / 3600, rel=1e-4)
@@ -119,7 +118,7 @@ class TestCommandLine:
         assert "0 runs, about 0 s" in said
         assert "report.html" in said
         assert (tmp_path / "report.html").stat().st_size > 10_000
-        assert len(json.loads((tmp_path / "summary.json").read_text())["runs"]) == 8
+        assert len(table.read(tmp_path / table.NAME)) == 8
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -127,26 +126,29 @@ class TestCommandLine:
             ("reproduce cnn --fraction 2", "a fraction of the training data must be in (0, 1], got 2"),
             ("reproduce cnn --batch-size 0", "a batch size must be at least 1, got 0"),
             ("reproduce cnn --norms batchnorm", "unknown normalizer 'batchnorm'; did you mean 'batchrenorm'?"),
-            ("reproduce gnn", "expected cnn, rnn, all or resnet, got 'gnn'"),
+            ("reproduce gnn", "expected cnn, rnn, all, resnet, transformer or shift, got 'gnn'"),
             ("reproduce cnn --data-dir {}/nowhere --epochs 1 --seeds 1 --out {}/out", "bln data get cifar10"),
             ("reproduce cnn --device tpu --out {}", "device 'tpu' cannot be used here"),
             ("reproduce cnn --out {}/old", "holds runs of version 0.0 (format 0), this is"),
             ("demo --workers 0 --out {}/out", "workers must be at least 1, got 0"),
-            ("report {}/nowhere.json", "nowhere.json: No such file or directory"),
-            ("report {}/rubbish.json", "rubbish.json is not a summary"),
-            ("report {}/binary.json", "binary.json is not a summary"),
+            ("report {}/nowhere.jsonl", "there is no table of runs at {}/nowhere.jsonl; `bln reproduce` and"),
+            ("report {}", "there is no table of runs at {}/runs.jsonl"),
+            ("report {}/rubbish.jsonl", "rubbish.jsonl is not a table of runs"),
+            ("report {}/binary.jsonl", "binary.jsonl is not a table of runs"),
+            ("report {}/other.jsonl", "has no runs that are known here"),
         ],
     )
     def test_what_goes_wrong_is_one_line_and_exit_code_2(self, arguments, message, tmp_path, capsys):
-        (tmp_path / "rubbish.json").write_text("{")
-        (tmp_path / "binary.json").write_bytes(bytes(range(128, 256)))
+        (tmp_path / "rubbish.jsonl").write_text("{\n")
+        (tmp_path / "binary.jsonl").write_bytes(bytes(range(128, 256)))
+        (tmp_path / "other.jsonl").write_text('{"task": "other"}\n')
         (tmp_path / "old").mkdir()
         (tmp_path / "old" / "version.json").write_text('{"format": 0, "version": "0.0"}')
         with pytest.raises(SystemExit) as ended:
             main(arguments.format(tmp_path, tmp_path).split())
         assert ended.value.code == 2
         errors = capsys.readouterr().err
-        assert message in errors
+        assert message.format(tmp_path) in errors
         assert len(errors.strip().splitlines()) == 1
 
     def test_an_interruption_says_how_to_go_on(self, monkeypatch, capsys, tmp_path):

@@ -1,13 +1,12 @@
 """The study of shifted data, on images of noise: answers by request, resuming, the report."""
 
-import json
-
 import pytest
 import torch
 from tiny_runs import fake_cifar
 
 import bln
 from bln.cli import main
+from bln.experiments import table
 from bln.experiments.report import shift as report
 from bln.experiments.runs import RunError
 from bln.experiments.shift import choice, corruptions, study, training
@@ -15,7 +14,7 @@ from bln.experiments.shift.evaluation import CONFIGURATIONS, accuracies, answers
 from bln.experiments.shift.study import Questions, conditions
 
 QUESTIONS = Questions(images=10, severities=(3,), sizes=(1, 4))
-RECIPES = [training.Recipe(name, seed, images=40, epochs=2, batch_size=8) for seed in (0, 1) for name in ("bn", "gn")]
+RECIPES = [training.Recipe(name, seed, samples=40, epochs=2, batch_size=8) for seed in (0, 1) for name in ("bn", "gn")]
 
 
 @pytest.fixture
@@ -91,28 +90,20 @@ def test_sorted_requests_are_sorted_and_shuffled_ones_are_all_there():
         arrange(labels, "upwards", 0)
 
 
-def test_crops_and_flips_show_what_was_in_the_image():
-    torch.manual_seed(0)
-    images = torch.arange(8)[:, None, None, None].expand(8, 3, 32, 32).to(torch.uint8) + 1
-    cut = training._augment(torch.nn.functional.pad(images, [4] * 4))
-    assert cut.shape == images.shape
-    assert ((cut == images) | (cut == 0)).all()  # its own pixels, or the border's
-    row = torch.arange(40, dtype=torch.uint8).expand(64, 3, 40, 40)
-    steps = training._augment(row)[:, 0, 0].int().diff()
-    assert set(steps.unique().tolist()) == {-1, 1} or steps.unique().tolist() == [-255, 1]
-
-
 def test_results_hold_an_answer_for_every_net_and_condition(asked):
-    header, *lines = [json.loads(line) for line in (asked / "shift.jsonl").read_text().splitlines()]
-    assert header["recipe"] == {"images": 40, "epochs": 2, "batch_size": 8, "learning_rate": 0.003}
-    assert header["questions"] == {"images": 10, "severities": [3], "sizes": [1, 4]}
-    assert len(lines) == 2 * len(conditions(QUESTIONS, True)) + 2 * len(conditions(QUESTIONS, False))
-    assert {line["norm"] for line in lines} == {"bn", "gn"}
-    for line in lines:
-        values = line["accuracy"]
-        assert set(values) == ({"net"} if line["norm"] == "gn" else set(CONFIGURATIONS))
-        if line["norm"] == "bn":
-            assert len(values["F"]) == (1 if line["arrangement"] == "sorted" else 2)
+    rows = table.read(asked / table.NAME)
+    assert {(row["norm"], row["seed"]) for row in rows} == {(recipe.norm, recipe.seed) for recipe in RECIPES}
+    for row in rows:
+        assert (row["samples"], row["epochs"], row["batch_size"], row["learning_rate"]) == (40, 2, 8, 0.003)
+        assert row["questions"] == {"images": 10, "severities": [3], "sizes": [1, 4]}
+        assert row["hours"] > 0
+        assert row["versions"]["torch"] == torch.__version__
+        assert len(row["answers"]) == len(conditions(QUESTIONS, row["norm"] == "bn"))
+        for answer in row["answers"]:
+            values = answer["accuracy"]
+            assert set(values) == ({"net"} if row["norm"] == "gn" else set(CONFIGURATIONS))
+            if row["norm"] == "bn":
+                assert len(values["F"]) == (1 if answer["arrangement"] == "sorted" else 2)
 
 
 def test_a_study_that_was_killed_goes_on_and_ends_the_same(cifar, tmp_path, monkeypatch):
@@ -129,13 +120,13 @@ def test_a_study_that_was_killed_goes_on_and_ends_the_same(cifar, tmp_path, monk
     monkeypatch.setattr(study, "accuracies", killed)
     with pytest.raises(KeyboardInterrupt):
         study.study(RECIPES, QUESTIONS, broken, tmp_path)
-    assert not (broken / "shift.jsonl").exists()
+    assert not (broken / table.NAME).exists()
     study.study(RECIPES, QUESTIONS, broken, tmp_path)
     conditions_of_all = 2 * len(conditions(QUESTIONS, True)) + 2 * len(conditions(QUESTIONS, False))
     assert calls[0] == conditions_of_all + 1  # nothing but the one that was cut off is asked twice
     study.study(RECIPES, QUESTIONS, broken, tmp_path)
     assert calls[0] == conditions_of_all + 1
-    results = [(folder / "shift.jsonl").read_text().splitlines()[1:] for folder in (whole, broken)]
+    results = [[row["answers"] for row in table.read(folder / table.NAME)] for folder in (whole, broken)]
     assert results[0] == results[1]
 
 
@@ -192,7 +183,7 @@ def test_a_plan_is_checked(arguments, message):
 
 
 def test_the_report_averages_what_the_results_say(asked, tmp_path):
-    results = report.read(asked / "shift.jsonl")
+    results = report.read(asked / table.NAME)
     lines = [
         line
         for line in results.lines
@@ -213,7 +204,7 @@ def test_the_report_averages_what_the_results_say(asked, tmp_path):
 
 
 def test_the_command_runs_and_reports_again(cifar, tmp_path, monkeypatch, capsys):
-    small = training.Recipe("gn", 0, images=40, epochs=1, batch_size=8)
+    small = training.Recipe("gn", 0, samples=40, epochs=1, batch_size=8)
     monkeypatch.setattr(study, "plan", lambda norms, seeds, epochs: [small])
     out = str(tmp_path / "out")
     arguments = ["reproduce", "shift", "--out", out, "--images", "10", "--severities", "3", "--data-dir", str(tmp_path)]
@@ -274,7 +265,7 @@ def test_choices_are_made_once_for_each_batch_norm_net_and_tabulated(asked, cifa
     assert {line["seed"] for line in lines} == {0, 1}
     monkeypatch.setattr(choice, "compare", lambda *_: pytest.fail("asked again"))
     study.choose(RECIPES, QUESTIONS, asked, asked, lambda done, text: None)
-    head, rows = report.when_chosen(report.read(asked / "shift.jsonl"), lines, "bn")
+    head, rows = report.when_chosen(report.read(asked / table.NAME), lines, "bn")
     assert all(len(row) == len(head) for row in rows)
     assert len(rows) == 4
     head, rows = report.told_apart(lines)

@@ -2,14 +2,16 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from bln.cli import main
-from bln.experiments.sizes import study, training
-from bln.experiments.sizes.study import Cell
+from bln.experiments import table
+from bln.experiments.sizes import nets, study, tasks, training
+from bln.experiments.sizes.study import Budget, Cell
 
 CPU = torch.device("cpu")
 CELL = Cell("digits-resnet", "gn", 8, 24, 1, seeds=3, tried_on=2)
@@ -22,7 +24,7 @@ def numbers(rows):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
-    return study.read(study.study([CELL], out, Path(), device=CPU))
+    return table.read(study.study([CELL], out, Path(), device=CPU))
 
 
 def test_every_rate_is_tried_and_the_best_gets_all_seeds(whole):
@@ -58,7 +60,7 @@ def test_more_seeds_are_added_to_what_is_there(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "Training", lambda group, *rest: (trained.extend(group), real(group, *rest))[1])
     study.study([CELL], tmp_path, Path(), device=CPU)
     assert [each.seed for each in trained] == [2]
-    assert numbers(study.read(study.table(tmp_path))) == numbers(whole)
+    assert numbers(table.read(tmp_path / table.NAME)) == numbers(whole)
     study.study([CELL], tmp_path, Path(), device=CPU)
     assert len(trained) == 1
 
@@ -67,14 +69,43 @@ def test_side_by_side_the_numbers_are_the_same(whole, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     kept, other = [], replace(CELL, norm="bn")
     jobs = [(CELL, {}), (other, {})]
-    study._side_by_side(jobs, tmp_path, Path(), CPU, kept.extend, lambda done, text: None)
+    study._side_by_side(jobs, tmp_path, Path(), CPU, kept.extend, lambda done, text: None, budget=Budget(None))
     assert numbers(row for row in kept if row["norm"] == "gn") == numbers(whole)
     assert len(kept) == 2 * len(whole)
 
 
+def test_work_that_is_likely_to_end_too_late_is_not_begun():
+    assert Budget(None).admits(1e12)
+    assert not Budget(0).admits(1e-12)
+    budget = Budget(1)
+    assert budget.admits(1e12)  # nothing is known yet
+    budget.note(10, 30.0)
+    assert budget.admits(10)
+    assert not budget.admits(30)
+
+
+def test_cut_off_by_time_it_goes_on_from_the_last_whole_epoch(tmp_path, monkeypatch):
+    cells = [replace(CELL, epochs=3), replace(CELL, norm="bn", epochs=3)]
+    whole = table.read(study.study(cells, tmp_path / "whole", Path(), device=CPU))
+    epochs = []
+    real = training.Training.epoch
+    monkeypatch.setattr(training.Training, "epoch", lambda self: (epochs.append(1), real(self))[1])
+    with monkeypatch.context() as patched:  # six epochs are the first cell's, and one more is whole
+        patched.setattr(Budget, "left", lambda self: 1e9 if len(epochs) < 8 else 0.0)
+        cut = table.read(study.study(cells, tmp_path / "cut", Path(), device=CPU, minutes=1))
+    assert 0 < len(cut) < len(whole)
+    assert list((tmp_path / "cut" / "checkpoints").glob("*.pt"))
+    assert study.unfinished(cells, tmp_path / "cut") == 1
+    epochs.clear()
+    again = table.read(study.study(cells, tmp_path / "cut", Path(), device=CPU))
+    assert numbers(again) == numbers(whole)
+    assert len(epochs) == 2 + 3  # what is left of the net that was cut off, and the other one
+    assert study.unfinished(cells, tmp_path / "cut") == 0
+
+
 def test_processes_give_the_same_numbers(whole, tmp_path):
     study.study([CELL, replace(CELL, norm="bn")], tmp_path, Path(), device=CPU, workers=2)
-    assert numbers(row for row in study.read(study.table(tmp_path)) if row["norm"] == "gn") == numbers(whole)
+    assert numbers(row for row in table.read(tmp_path / table.NAME) if row["norm"] == "gn") == numbers(whole)
 
 
 def test_a_run_that_diverged_does_not_spoil_its_companions(tmp_path, monkeypatch):
@@ -105,7 +136,7 @@ def test_a_run_that_diverged_does_not_spoil_its_companions(tmp_path, monkeypatch
 def test_a_line_that_was_cut_off_is_made_again(whole, tmp_path):
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in whole)[:-20])
-    assert len(study.read(path)) == len(whole) - 1
+    assert len(table.read(path)) == len(whole) - 1
 
 
 def test_the_estimate_counts_what_is_left(tmp_path, monkeypatch):
@@ -138,13 +169,19 @@ def test_a_plan_has_fewer_seeds_at_batch_one_and_tries_rates_on_all_where_that_i
     assert (cells["bn", 128].seeds, cells["bn", 128].tried_on) == (5, 2)
     assert all(len(cell.rates) >= 3 for cell in cells.values())
     assert cells["gn", 8].rates == cells["bln-grouped", 8].rates
+    first = study.plan("resnet20", by_importance=True)
+    assert set(first) == set(cells.values())
+    assert [(cell.batch_size, cell.norm) for cell in first[:7]] == [
+        (4, "bn"), (4, "gn"), (4, "ln"), (4, "batchrenorm"), (4, "bln"), (4, "bln-grouped"), (32, "bn")
+    ]  # fmt: skip
+    assert {cell.norm for cell in first[-4 * 7 :]} == {"bln-g1", "bln-g4", "bln-g16", "bln-gC"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--norms bnn", "unknown normalizer 'bnn'; known here: bn, gn"),
-        ("--batch-size 0", "a batch size must be 1 to the number of images, 20,000; got 0"),
+        ("--batch-size 0", "a batch size must be 1 to the number of training samples, 20,000; got 0"),
         ("--data-dir {}/nowhere --batch-size 4 --norms bn", "bln data get cifar10"),
         ("--workers 0", "workers must be at least 1, got 0"),
     ],
@@ -161,22 +198,23 @@ def test_resnet_from_end_to_end(tmp_path, monkeypatch, capsys):
     images = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8, generator=random)
     labels = torch.arange(60) % 10
     small = replace(
-        training.TASKS["resnet20"], load=lambda folder: training.Images(images, labels, images, labels), validation=20,
-        blocks=1, widths=(8, 16),
+        tasks.TASKS["resnet20"], load=lambda folder: tasks.Data(images, labels, images, labels), validation=20,
+        net=partial(nets.resnet, inputs=3, blocks=1, widths=(8, 16)),
     )  # fmt: skip
-    monkeypatch.setitem(training.TASKS, "resnet20", small)
-    training._load.cache_clear()
+    monkeypatch.setitem(tasks.TASKS, "resnet20", small)
+    tasks.load.cache_clear()
     arguments = f"reproduce resnet --out {tmp_path} --batch-size 1 8 --norms bn bln-grouped --seeds 2 --device cpu"
     arguments += " --images 16 --epochs 1"
-    for more in ("--dry-run", "", ""):  # the third time nothing is left to do
+    for more in ("--dry-run", "--minutes 0", "", ""):  # the last time nothing is left to do
         with pytest.raises(SystemExit) as ended:
             main([*arguments.split(), *more.split()])
         assert ended.value.code == 0
         assert (tmp_path / "runs.jsonl").exists() == (more == "")
     said = " ".join(capsys.readouterr().out.split())
     assert "24 runs, about" in said
+    assert "4 of 4 norms and batch sizes are left; the same command goes on" in said
     assert "0 runs, about 0 s" in said
     assert "Test accuracy of ResNet-20 on CIFAR-10: at batch 1 BLN grouped" in said
     assert "That BLN grouped is ahead of or level with BatchNorm at every batch size" in said
     assert (tmp_path / "report.html").stat().st_size > 10_000
-    training._load.cache_clear()
+    tasks.load.cache_clear()

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from bln.experiments.augment import Crops, cut
-from bln.experiments.sizes import nets, training
+from bln.experiments.norms import NORMS, BatchNorm
+from bln.experiments.sizes import training
+from bln.experiments.sizes.tasks import IMAGES, TASKS
 from bln.experiments.sizes.training import Adam, Run, Training, one_cycle
 
 CPU = torch.device("cpu")
@@ -26,10 +27,17 @@ def finish(work):
             return end.value
 
 
+def make(name, features, runs):
+    return NORMS[name](features, 1, runs=runs, ordinary=True)
+
+
 def norm_pairs(name, features=8, runs=3, epochs=2):
     """Outputs of three runs in one layer, and of three layers with a run each, in training and in inference."""
     torch.manual_seed(0)
-    whole, alone = nets.NORMALIZERS[name](features, runs), [nets.NORMALIZERS[name](features, 1) for _ in range(runs)]
+    whole, alone = (
+        make(name, features, runs),
+        [make(name, features, 1) for _ in range(runs)],
+    )
     with torch.no_grad():
         for key, parameter in whole.named_parameters():
             parameter.copy_(torch.randn_like(parameter))
@@ -44,7 +52,7 @@ def norm_pairs(name, features=8, runs=3, epochs=2):
         )
 
 
-@pytest.mark.parametrize("name", nets.NORMALIZERS)
+@pytest.mark.parametrize("name", [*IMAGES, "rms", "in", "bln-no-scale", "bln-half"])
 def test_a_normalizer_keeps_runs_apart(name):
     for together, alone in norm_pairs(name):
         torch.testing.assert_close(together, alone)
@@ -54,18 +62,18 @@ def test_a_normalizer_keeps_runs_apart(name):
 def test_at_batch_one_grouped_bln_is_the_group_norm_of_its_groups(name, groups):
     x = torch.randn(1, 16, 5, 5)
     expected = nn.functional.group_norm(x, groups, eps=1e-5)
-    torch.testing.assert_close(nets.NORMALIZERS[name](16, 1)(x), expected, atol=1e-3, rtol=1e-3)  # another eps
+    torch.testing.assert_close(make(name, 16, 1)(x), expected, atol=1e-3, rtol=1e-3)  # another eps
 
 
 def test_batch_norm_is_torchs_with_a_plain_average():
-    own, torchs = nets.BatchNorm(6), nn.BatchNorm2d(6, momentum=None)
+    own, torchs = BatchNorm(6, 1e-5, None), nn.BatchNorm2d(6, momentum=None)
     for _ in range(3):
         x = torch.randn(4, 6, 3, 3) + 2
         torch.testing.assert_close(own(x), torchs(x))
     torch.testing.assert_close(own.eval()(x), torchs.eval()(x))
     own.train().reset_statistics()
     own(x)
-    torch.testing.assert_close(own.total[0] / own.count, x.mean((0, 2, 3)))
+    torch.testing.assert_close(own.running_mean, x.mean((0, 2, 3)))
 
 
 @pytest.mark.parametrize("norm", ["bn", "gn", "ln", "batchrenorm", "bln", "bln-grouped"])
@@ -130,34 +138,17 @@ def test_the_cycle_is_torchs(steps):
     torch.testing.assert_close(one_cycle(steps), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_crops_are_windows_of_the_padded_image():
-    images = torch.arange(2 * 3 * 4 * 4).view(2, 3, 4, 4)
-    padded = nn.functional.pad(images, [1] * 4)
-    rows = torch.tensor([[0, 1], [1, 1]])
-    still = Crops(torch.ones(2, 2).long(), torch.ones(2, 2).long(), torch.tensor([[False, True], [False, True]]))
-    found = cut(padded, rows, still, 4, 4)
-    assert found.shape == (2, 2, 3, 4, 4)
-    assert torch.equal(found[0, 0], images[0])
-    assert torch.equal(found[0, 1], images[1].flip(-1))
-    corner = Crops(torch.zeros(1).long(), torch.full((1,), 2), torch.tensor([False]))
-    assert torch.equal(cut(padded, torch.tensor([0]), corner, 4, 4)[0], padded[0, :, 0:4, 2:6])
-    drawn = Crops.draw(1000, 2, True, torch.Generator().manual_seed(0))
-    assert set(drawn.up.tolist()) == set(drawn.left.tolist()) == set(range(5))
-    assert 400 < drawn.mirrored.sum() < 600
-    assert not Crops.draw(1000, 2, False).mirrored.any()
-
-
 def test_runs_that_differ_in_more_cannot_train_together():
     with pytest.raises(ValueError, match="seed and learning rate alone"):
         Training([TINY, replace(TINY, norm="gn")], Path(), CPU)
-    with pytest.raises(ValueError, match="training images, got 2,000"):
-        Training([replace(TINY, images=2_000)], Path(), CPU)
+    with pytest.raises(ValueError, match="training samples, got 2,000"):
+        Training([replace(TINY, samples=2_000)], Path(), CPU)
     with pytest.raises(ValueError, match="do not fill a mini-batch of 25"):
         Training([replace(TINY, batch_size=25)], Path(), CPU)
 
 
 def test_resnet20_has_the_size_of_resnet20():
-    net = training.TASKS["resnet20"].net("bn", 1)
+    net = TASKS["resnet20"].net("bn", 1)
     assert sum(isinstance(each, nn.Conv2d) and each.kernel_size == (3, 3) for each in net.modules()) == 19
     assert 0.26e6 < sum(each.numel() for each in net.parameters()) < 0.28e6
     assert net.eval().train()(torch.randn(2, 3, 32, 32)).shape == (2, 10)

@@ -199,4 +199,4 @@ def test_on_a_gpu_seeds_are_reproduced_together(tmp_path, monkeypatch, captured)
     assert trained == [settings[:3], settings[3:]]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[0] == (0, f"{settings[0].name} and 2 more seeds")
-    assert json.loads(json.dumps(reproduce.summarize(tmp_path)))["runs"][0]["status"] == "finished"
+    assert json.loads(json.dumps(reproduce.rows(tmp_path)))[0]["status"] == "finished"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bln.experiments.sizes import nets, study, training
+from bln.experiments import table
+from bln.experiments.sizes import study, training
 from bln.experiments.sizes.study import Cell
+from bln.experiments.sizes.tasks import IMAGES
 from bln.experiments.sizes.training import Run, Training
 
 CUDA = torch.device("cuda")
@@ -33,7 +35,7 @@ def in_lane(group):
         return finish(Training(group, Path(), CUDA).run())
 
 
-@pytest.mark.parametrize("norm", nets.NORMALIZERS)
+@pytest.mark.parametrize("norm", IMAGES)
 def test_captured_is_eager_and_together_is_alone(monkeypatch, norm):
     group = [replace(RUN, norm=norm, seed=seed) for seed in range(3)]
     captured = in_lane(group)
@@ -45,7 +47,7 @@ def test_captured_is_eager_and_together_is_alone(monkeypatch, norm):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("norm", nets.NORMALIZERS)
+@pytest.mark.parametrize("norm", IMAGES)
 def test_no_step_waits_for_the_device(norm):
     with study.lane(CUDA)():
         work = Training([replace(RUN, norm=norm)], Path(), CUDA)
@@ -62,6 +64,6 @@ def test_a_study_side_by_side(tmp_path):
     cells = [Cell("digits-resnet", norm, size, 80, 1, 2, 1) for norm in ("bn", "bln-grouped") for size in (1, 8)]
     found = study.estimate(cells, tmp_path, Path(), CUDA)
     assert found.memory > 0
-    rows = study.read(study.study(cells, tmp_path, Path(), device=CUDA))
+    rows = table.read(study.study(cells, tmp_path, Path(), device=CUDA))
     assert len(rows) == 4 * 4
     assert {row["status"] for row in rows} == {"finished"}

@@ -1,5 +1,6 @@
 """Models of timm and Hugging Face transformers, converted: same outputs, a training step, a state dict, an export."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -102,6 +103,13 @@ def quietly(model):
         return bln.convert(model)
 
 
+@torch.no_grad()
+def predictions(model, inputs):
+    """Convert the model; return what it predicts then, and what it predicted before."""
+    before = output(model(**inputs))
+    return output(quietly(model)(**inputs)), before
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_converted_model_predicts_the_same_trains_loads_and_is_exported(name):
@@ -115,13 +123,16 @@ def test_a_converted_model_predicts_the_same_trains_loads_and_is_exported(name):
             nn.init.uniform_(norm.weight, 0.5, 1.5)
             if norm.bias is not None:
                 nn.init.normal_(norm.bias, 0, 0.1)
-    with torch.no_grad():
-        expected = output(model(**inputs))
-        quietly(model)
-        actual = output(model(**inputs))
+    exact = copy.deepcopy(model).double()
+    actual, expected = predictions(
+        exact, {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    )
+    # Float64 shows what convert changes, not how fifty norms round: it leaves six digits for their amplification.
+    torch.testing.assert_close(actual, expected, atol=1e-10 * expected.abs().max().item(), rtol=0)
+    # Float32 shows that its paths are the same function, with as much room.
+    actual, expected = predictions(model, inputs)
+    torch.testing.assert_close(actual, expected, atol=1e-4 * expected.abs().max().item(), rtol=0)
     assert len(bln.layers(model)) == count
-    # Float32 through up to fifty norms, each of which rounds otherwise than the one before.
-    torch.testing.assert_close(actual, expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4)
 
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     output(model.train()(**inputs)).square().mean().backward()

@@ -491,7 +491,7 @@ def test_options_are_those_of_torch_by_default(groups):
 
 
 def test_docstrings():
-    failed, attempted = doctest.testmod(bln.flax.layer)
+    failed, attempted = doctest.testmod(bln.flax)
     assert attempted > 0
     assert failed == 0
 

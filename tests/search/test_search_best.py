@@ -10,7 +10,7 @@ from search_nets import CONFIGS, ROUNDING, Residual, brute_force, data, dense, l
 
 import bln
 from bln._search import Row, SearchResult
-from bln._search.score import Score
+from bln._search.result import Score
 
 TRAIN, BATCHES = data((9, 9, 4), seed=1), data((7, 7, 4), shift=0.3)
 PRIORS = bln.StatisticsConfig.shrunk(4, 16, 64)

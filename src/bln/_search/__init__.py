@@ -1,17 +1,19 @@
-"""Finding the configuration of statistics (step 12 of the paper).
+"""The search for a configuration of statistics (step 12 of the paper).
 
-vectorized  several configurations in one pass, by torch.vmap
-recurrent   a rule for torch.vmap that recurrent modules lack
-evaluate    many configurations on a mini-batch: together or separately
-scores      losses and metrics of torch models; score averages those of any framework
-objective   scores over all the data, remembered
-arrange     the same samples in other mini-batches
-descent     a configuration for each layer, by coordinate descent
-study       the same by Optuna
-result      what was found; table prints it
-search      the function; it needs torch, as result, table and score do not
+rank        bln.search: compares configurations, and ranks them.
+objective   Scores configurations over all the data.
+evaluate    Scores many configurations on one mini-batch, together or separately.
+vectorize   Runs several configurations in one pass, by torch.vmap.
+measure     Losses and metrics.
+rebatch     The same samples in other mini-batches.
+descend     A configuration for each layer, by coordinate descent.
+study       The same by Optuna.
+score       The scores of a configuration; imports no torch, as result and table.
+result      What a search found.
+table       Prints a result.
 """
 
-from .result import Row, SearchResult
+from .result import SearchResult
+from .score import Row
 
 __all__ = ["Row", "SearchResult"]

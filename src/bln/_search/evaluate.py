@@ -1,34 +1,38 @@
-"""Many configurations on one mini-batch: together in one pass where the model allows it, else one after the other."""
+"""Many configurations on one mini-batch: in one pass where the model allows it, else one after the other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from .. import model as models
+from .._models import calibrate as models
 from ..layer import BatchLayerNorm
-from .arrange import first, one_by_one
-from .compare import out_of_memory, tolerance
-from .scores import Measure, length
-from .vectorized import Assignment, assigned, differing, one_at_a_time, together
+from .descend import Assignment
+from .measure import Measure
+from .rebatch import first, length, one_by_one
+from .vectorize import assigned, differing, one_at_a_time, together
 
 _PROBES = 4
-"""Samples that are evaluated one by one, to see whether they give the same scores in one pass."""
+"""Single samples for the check that one pass gives the same losses."""
 _CPU_NUMBERS, _CPU_COPIES = 2**21, 4
-"""On a CPU: how many numbers the copies of a layer's input may have, and the copies that are always made.
+"""On a CPU: the most values the copies of a layer's input may have, and the copies that are always made.
 
 Larger tensors leave the cache. Of LeNet at batch 25 all 16 copies fit; of a (32, 64, 28, 28) input, 4 copies take the
-time of separate evaluations and 16 take 1.7 times as much."""
+time of separate evaluations and 16 take 1.7 times as long."""
 
 
+@dataclass
 class Evaluator:
     """Scores assignments on mini-batches.
+
+    The first mini-batch is evaluated in both ways. If the losses are the same, assignments run together from there on.
 
     Args:
         model: The model, in ``eval()``.
@@ -37,91 +41,83 @@ class Evaluator:
         step: ``step(model, batch) -> (outputs, targets)``, or ``None`` for batches of ``(inputs, targets)``.
 
     Attributes:
-        why: Why assignments run separately: whole mini-batches (``False``), or single samples (``True``).
+        why: Why whole mini-batches (``False``) or single samples (``True``) run separately; empty if together.
         width: How many assignments fit in memory together, once more did not.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[BatchLayerNorm],
-        measure: Measure,
-        step: models.Step | None,
-    ) -> None:
-        self.model = model
-        self.layers = layers
-        self.measure = measure
-        self.why: dict[bool, str] = {}
-        self.width: int | None = None
-        self._step = step
-        self._device = next(chain(model.parameters(), model.buffers())).device
-        self._tried: set[bool] = set()  # whole mini-batches, single samples
-        self._numbers = [0] * len(layers)  # in the largest input of each layer, in the first mini-batch
+    model: nn.Module
+    layers: Sequence[BatchLayerNorm]
+    measure: Measure
+    step: models.Step | None
+    why: dict[bool, str] = field(default_factory=dict)
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        self._device = next(chain(self.model.parameters(), self.model.buffers())).device
+        self._sizes = [0] * len(self.layers)  # of each layer's input, in the first mini-batch
 
     @property
     def mode(self) -> str:
         """How whole mini-batches run: ``together`` or ``separate``; a rank without any is ``idle``."""
-        return "idle" if not self._tried else "separate" if False in self.why else "together"
+        return "idle" if not self.why else "separate" if self.why.get(False) else "together"
 
     def __call__(self, batch: Any, assignments: Sequence[Assignment], *, single: bool = False) -> tuple[Tensor, int]:
-        """Scores ``(assignments, 1 + metrics)`` on a mini-batch, and its samples.
+        """Score a mini-batch.
 
         Args:
             batch: The mini-batch.
             assignments: Different from each other.
-            single: Every sample comes as a mini-batch of its own.
+            single: Make each sample a mini-batch of its own.
+
+        Returns:
+            Scores ``(assignments, 1 + metrics)``, left on the device, and the number of samples.
         """
-        batch = self._prepared(batch)
+        batch = self._on_device(batch)
         if len(assignments) == 1 and not single:
-            return self._separate_scores(batch, assignments, single)
-        if single not in self._tried and not self.why:
-            self._tried.add(single)
-            scores = self._try(first(batch, _PROBES) if single else batch, assignments, single)
+            return self._separately(batch, assignments, single)
+        if single not in self.why and not self.why.get(False):
+            scores = self._check(first(batch, _PROBES) if single else batch, assignments, single)
             if not single:
                 return scores
-        if not self.why.keys() & {False, single}:
+        if not (self.why.get(False) or self.why[single]):
             try:
-                results = list(self._together(batch, assignments, single))
+                results = self._together(batch, assignments, single)
             except Exception as error:  # whatever the model cannot do vectorized, it can do without
                 self.why[single] = _headline(error)
             else:
                 return self._scores(results, batch)
-        return self._separate_scores(batch, assignments, single)
+        return self._separately(batch, assignments, single)
 
-    def _try(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
-        """Scores of separate evaluations; run together from here on if that gives the same losses."""
-        with self._counted():
-            scores = self._separate_scores(batch, assignments, single)
+    def _check(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
+        """Return the scores of separate evaluations, and note whether one pass gives other losses."""
+
+        def count(at: int) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: Any, y: Tensor) -> None:
+                self._sizes[at] = max(self._sizes[at], y.numel())
+
+            return hook
+
+        hooks = [layer.register_forward_hook(count(at)) for at, layer in enumerate(self.layers)]
         try:
-            results = list(self._together(batch, assignments, single))
-            ours, theirs = (values[:, 0].cpu().double() for values in (self._scores(results, batch)[0], scores[0]))
-        except Exception as error:
-            self.why[single] = _headline(error)
-            return scores
-        within = tolerance(self._device, [outputs for outputs, _ in results])
-        if not torch.allclose(ours, theirs, rtol=within, atol=within, equal_nan=True):
-            self.why[single] = "together they have other losses"
-        return scores
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Note how many numbers the layers' inputs, and so their outputs, have."""
-
-        def count(at: int, y: Tensor) -> None:
-            self._numbers[at] = max(self._numbers[at], y.numel())
-
-        hooks = [
-            layer.register_forward_hook(lambda _, args, y, at=at: count(at, y)) for at, layer in enumerate(self.layers)
-        ]
-        try:
-            yield
+            scores = self._separately(batch, assignments, single)
         finally:
             for hook in hooks:
                 hook.remove()
+        self.why[single] = ""
+        try:
+            results = self._together(batch, assignments, single)
+            losses, expected = (found[:, 0].cpu().double() for found, _ in (self._scores(results, batch), scores))
+        except Exception as error:
+            self.why[single] = _headline(error)
+        else:
+            within = _tolerance(self._device, [outputs for outputs, _ in results])
+            if not torch.allclose(losses, expected, rtol=within, atol=within, equal_nan=True):
+                self.why[single] = "together they have other losses"
+        return scores
 
-    def _prepared(self, batch: Any) -> Any:
+    def _on_device(self, batch: Any) -> Any:
         """Move a batch of ``(inputs, targets)``, once for all assignments."""
-        if self._step is not None:
+        if self.step is not None:
             return batch
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
             what, step = type(batch).__name__, "(model(batch), targets)"
@@ -138,63 +134,61 @@ class Evaluator:
             )
         return models.to_device(batch, self._device)
 
-    def _forward(self, batch: Any) -> tuple[Any, Any]:
-        if self._step is None:
+    def _run(self, batch: Any) -> tuple[Any, Any]:
+        if self.step is None:
             return models.run(self.model, batch), batch[1]
-        result = self._step(self.model, batch)
+        result = self.step(self.model, batch)
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise ValueError(f"step(model, batch) must return (outputs, targets), got {type(result).__name__}")
         return result[0], result[1]
 
-    def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> Iterator[tuple[Any, Any]]:
-        for assignment in assignments:
-            with assigned(self.layers, assignment):
-                yield self._forward(batch)
+    def _separately(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
+        if single:
+            values = [self._separately(sample, assignments, False)[0] for sample in one_by_one(batch)]
+            return torch.stack(values).cpu().double().mean(0), len(values)
 
-    def _together(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> Iterator[tuple[Any, Any]]:
-        """Outputs and targets of each assignment; as many at once as fit in memory."""
-        done = 0
-        while done < len(assignments):
-            chunk = assignments[done : done + self._copies(assignments)]
+        def results() -> Iterator[tuple[Any, Any]]:
+            for assignment in assignments:
+                with assigned(self.layers, assignment):
+                    yield self._run(batch)
+
+        return self._scores(results(), batch)
+
+    def _together(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> list[tuple[Any, Any]]:
+        """Outputs and targets of each assignment; as many in one pass as fit in memory."""
+        results: list[tuple[Any, Any]] = []
+        while len(results) < len(assignments):
+            chunk = assignments[len(results) : len(results) + self._copies(assignments)]
             fits = True
             try:
-                results = self._pass(batch, chunk, single)
+                results += self._pass(batch, chunk, single)
             except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error) or len(chunk) == 1:
+                if not _out_of_memory(error) or len(chunk) == 1:
                     raise
                 fits = False
             if not fits:  # here and not above, where the exception still keeps the failed pass's tensors alive
                 self.width = len(chunk) // 2
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-                continue
-            yield from results
-            done += len(chunk)
+        return results
 
     def _pass(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> list[tuple[Any, Any]]:
         if single:
-            return together(lambda: one_at_a_time(self._forward, batch), self.model, self.layers, assignments)
-        if self._step is None:  # targets are not the model's, and may be anything
+            return together(lambda: one_at_a_time(self._run, batch), self.model, self.layers, assignments)
+        if self.step is None:  # targets are not the model's, and may be anything
             outputs = together(lambda: models.run(self.model, batch), self.model, self.layers, assignments)
             return [(output, batch[1]) for output in outputs]
-        return together(lambda: self._forward(batch), self.model, self.layers, assignments)
+        return together(lambda: self._run(batch), self.model, self.layers, assignments)
 
     def _copies(self, assignments: Sequence[Assignment]) -> int:
         """How many assignments run in one pass."""
         copies = self.width or len(assignments)
         if self._device.type == "cpu" and (changing := differing(assignments)):
-            largest = max(1, *self._numbers[changing[0] :])
+            largest = max(1, *self._sizes[changing[0] :])
             copies = min(copies, max(_CPU_COPIES, _CPU_NUMBERS // largest))
         return math.ceil(len(assignments) / math.ceil(len(assignments) / copies))  # passes of about one size
 
-    def _separate_scores(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
-        if not single:
-            return self._scores(self._separately(batch, assignments), batch)
-        values = [self._scores(self._separately(sample, assignments), sample)[0] for sample in one_by_one(batch)]
-        return torch.stack(values).cpu().double().mean(0), len(values)
-
     def _scores(self, results: Iterable[tuple[Any, Any]], batch: Any) -> tuple[Tensor, int]:
-        """Left on the device: waiting for it is for the end."""
         rows, samples = [], 0
         for outputs, targets in results:
             rows.append(self.measure(outputs, targets, batch))
@@ -203,6 +197,27 @@ class Evaluator:
         if len({(value.device, value.dtype) for value in flat}) > 1:
             flat = [value.cpu().double() for value in flat]
         return torch.stack(flat).reshape(len(rows), -1), samples
+
+
+def _tolerance(device: torch.device, outputs: Any) -> float:
+    """The root of the coarsest epsilon of the outputs' types, autocast and TF32.
+
+    With another batch size libraries sum in another order. Differences of an epsilon then grow from layer to layer,
+    most where a variance is near 0, but seldom by 1/sqrt(epsilon), 3,000 in float32; and a false alarm costs time, not
+    truth. Statistics that leak from one copy to the next change outputs by as much as configurations differ.
+    """
+    leaves = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    eps = [torch.finfo(leaf.dtype).eps for leaf in leaves]
+    if torch.is_autocast_enabled(device.type):
+        eps.append(torch.finfo(torch.get_autocast_dtype(device.type)).eps)
+    if device.type == "cuda":
+        eps.append(2.0**-10)  # TF32, on for convolutions unless switched off
+    return math.sqrt(max(eps, default=torch.finfo(torch.float32).eps))
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or any(said in str(error).lower() for said in ("out of memory", "can't allocate memory"))
 
 
 def _headline(error: Exception) -> str:

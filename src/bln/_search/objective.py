@@ -1,63 +1,43 @@
-"""The scores of assignments on all the data, remembered."""
+"""The scores of assignments over all the data, remembered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from .._distributed.ranks import Ranks
+from .._progress import track
 from ..config import StatisticsConfig
+from ..layer import BatchLayerNorm
 from ..population import Snapshot
-from ..progress import track
-from ..ranks import Ranks
-from .arrange import Arrangement
+from .descend import Assignment
 from .evaluate import Evaluator
-from .result import Row
-from .score import Score
-from .scores import Tally
-from .vectorized import Assignment
+from .score import Row, Score, averages
 
 
 @dataclass
-class Outcome:
-    """What is known of an assignment."""
-
-    score: Score
-    rebatched: dict[str, Score] = field(default_factory=dict)
-    uncalibrated: Score | None = None
-
-
 class Objective:
-    """Evaluates assignments over mini-batches and their arrangements.
+    """The scores of assignments over all mini-batches, and over the same samples in other orders.
 
-    Args:
-        evaluator: Scores a mini-batch.
-        names: The names of the BLN layers.
-        configs: The configurations to choose from.
-        robust: The cost of an assignment is that of the worst arrangement.
-        progress: Show progress bars.
-        ranks: Who else has mini-batches. All ask for the same assignments in the same order.
+    All ranks ask for the same assignments in the same order.
     """
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        names: Sequence[str],
-        configs: Sequence[StatisticsConfig],
-        robust: bool,
-        progress: bool,
-        ranks: Ranks,
-    ) -> None:
-        self.evaluator = evaluator
-        self.ranks = ranks
-        self.names = tuple(names)
-        self.configs = tuple(configs)
-        self.outcomes: dict[Assignment, Outcome] = {}
-        self.held: list[Any] = []
-        self.arrangements: list[Arrangement] = []
-        self._robust = robust
-        self.progress = progress
+    evaluator: Evaluator
+    names: Sequence[str]
+    configs: Sequence[StatisticsConfig]
+    robust: bool
+    progress: bool
+    ranks: Ranks
+    rows: dict[Assignment, Row] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)
+    """The mini-batches, if they are kept."""
+    orders: dict[str, Sequence[Any]] = field(default_factory=dict)
+    """The same samples in other mini-batches, by name."""
 
     @property
     def shared(self) -> list[Assignment]:
@@ -66,81 +46,86 @@ class Objective:
 
     def first_pass(
         self, batches: Iterable[Any], hold: bool, found: Sequence[Snapshot], calibrated: Sequence[Snapshot] | None
-    ) -> Tally:
-        """Score the shared configurations while the batches come in, each loaded once; keep them if asked.
+    ) -> list[int]:
+        """Score the shared configurations, each mini-batch being loaded once and kept if asked; return the sizes.
 
         After a calibration each mini-batch is scored with the statistics as found, too.
         """
-        tally, before = self._tally(len(self.shared)), self._tally(len(self.shared))
-        with self._tracked(batches, "search") as tracked:
-            for batch in tracked:
-                tally.add(*self.evaluator(batch, self.shared))
-                if calibrated is not None:
-                    self._restore(found)
-                    before.add(*self.evaluator(batch, self.shared))
-                    self._restore(calibrated)
-                if hold:
-                    self.held.append(batch)
-        tally.join(self.ranks)
-        if calibrated is not None:
-            before.join(self.ranks)
-        if not tally.batches:
-            raise ValueError("search got no batches; was the iterable used up before?")
-        old = before.scores() if calibrated is not None else [None] * len(self.shared)
-        for assignment, score, uncalibrated in zip(self.shared, tally.scores(), old, strict=True):
-            self.outcomes[assignment] = Outcome(score, uncalibrated=uncalibrated)
-        return tally
 
-    def _restore(self, snapshots: Sequence[Snapshot]) -> None:
-        for layer, snapshot in zip(self.evaluator.layers, snapshots, strict=True):
-            layer.population.restore(snapshot)
+        def score(batch: Any) -> tuple[list[Tensor], int]:
+            values, samples = self.evaluator(batch, self.shared)
+            parts = [values]
+            if calibrated is not None:
+                restore(self.evaluator.layers, found)
+                parts.append(self.evaluator(batch, self.shared)[0])
+                restore(self.evaluator.layers, calibrated)
+            if hold:
+                self.held.append(batch)
+            return parts, samples
+
+        shared = self.shared
+        number = len(shared)
+        scores, samples = self._average(batches, "search", score, number if calibrated is None else 2 * number)
+        if not samples:
+            raise ValueError("search got no batches; was the iterable used up before?")
+        before: Sequence[Score | None] = scores[number:] or [None] * number
+        for assignment, score_, uncalibrated in zip(shared, scores[:number], before, strict=True):
+            self.rows[assignment] = Row(assignment[0], score_, uncalibrated=uncalibrated)
+        return samples
 
     def costs(self, assignments: Sequence[Assignment], what: str) -> list[float]:
-        """The loss of each, or the worst of its arrangements."""
-        unknown = [assignment for assignment in assignments if assignment not in self.outcomes]
-        for assignment, score in zip(unknown, self._scores(unknown, self.held, False, what), strict=True):
-            self.outcomes[assignment] = Outcome(score)
-        if self._robust:
+        """The loss of each, of the worst order of samples if robust."""
+        unknown = [assignment for assignment in assignments if assignment not in self.rows]
+        for assignment, score in zip(unknown, self._score(unknown, self.held, what), strict=True):
+            alike = len(set(assignment)) == 1
+            config = assignment[0] if alike else dict(zip(self.names, assignment, strict=True))
+            self.rows[assignment] = Row(config, score)
+        if self.robust:
             self.rebatch(assignments, what)
-        return [self.row(assignment).worst.loss for assignment in assignments]
+            return [self.rows[assignment].worst.loss for assignment in assignments]
+        return [self.rows[assignment].loss for assignment in assignments]
 
     def rebatch(self, assignments: Sequence[Assignment], what: str) -> None:
-        """Score every arrangement."""
-        unknown = [a for a in assignments if not self.outcomes[a].rebatched]
-        for arrangement in self.arrangements:
-            scores = self._scores(unknown, arrangement.batches, arrangement.single, f"{what}, {arrangement.name}")
+        """Score every order of samples."""
+        unknown = [assignment for assignment in assignments if not self.rows[assignment].rebatched]
+        for name, batches in self.orders.items():
+            scores = self._score(unknown, batches, f"{what}, {name}", single=name == "single")
             for assignment, score in zip(unknown, scores, strict=True):
-                self.outcomes[assignment].rebatched[arrangement.name] = score
+                self.rows[assignment].rebatched[name] = score
 
-    def _scores(
-        self, assignments: Sequence[Assignment], batches: Iterable[Any], single: bool, what: str
+    def _score(
+        self, assignments: Sequence[Assignment], batches: Iterable[Any], what: str, *, single: bool = False
     ) -> list[Score]:
         if not assignments:
             return []
-        tally = self._tally(len(assignments))
-        with self._tracked(batches, what) as tracked:
+
+        def score(batch: Any) -> tuple[list[Tensor], int]:
+            values, samples = self.evaluator(batch, assignments, single=single)
+            return [values], samples
+
+        return self._average(batches, what, score, len(assignments))[0]
+
+    def _average(
+        self, batches: Iterable[Any], what: str, score: Callable[[Any], tuple[list[Tensor], int]], number: int
+    ) -> tuple[list[Score], list[int]]:
+        """Average ``number`` scores over the mini-batches of all ranks; also return the mini-batches' sizes."""
+        metrics = self.evaluator.measure.metrics
+        found, sizes = [], []
+        # The progress bar is closed before an exception is printed.
+        with closing(track(batches, what)) if self.progress else nullcontext(batches) as tracked:
             for batch in tracked:
-                tally.add(*self.evaluator(batch, assignments, single=single))
-        tally.join(self.ranks)
-        return tally.scores()
+                parts, samples = score(batch)
+                found.append(parts)
+                sizes.append(samples)
+        values = torch.empty(len(found), number, 1 + len(metrics), dtype=torch.float64)
+        for row, parts in zip(values, found, strict=True):  # only here is a device waited for
+            torch.cat([part.cpu().double() for part in parts], out=row)
+        values = self.ranks.gather(values)
+        sizes = self.ranks.gather(torch.tensor(sizes, dtype=torch.int64)).tolist()
+        return averages(values.tolist(), sizes, metrics), sizes
 
-    def _tally(self, assignments: int) -> Tally:
-        return Tally(self.evaluator.measure.metrics, assignments)
 
-    def _tracked(self, batches: Iterable[Any], what: str) -> AbstractContextManager[Iterable[Any]]:
-        """With a progress bar, which is gone before an exception is printed."""
-        return closing(track(batches, what)) if self.progress else nullcontext(batches)
-
-    def row(self, assignment: Assignment) -> Row:
-        """What is known of an assignment, for the result."""
-        known = self.outcomes[assignment]
-        alike = len(set(assignment)) == 1
-        config: Any = assignment[0] if alike else dict(zip(self.names, assignment, strict=True))
-        return Row(config, known.score, dict(known.rebatched), known.uncalibrated)
-
-    def assignment(self, row: Row) -> Assignment:
-        """The assignment of a row."""
-        config: StatisticsConfig | Mapping[str, StatisticsConfig] = row.config
-        if isinstance(config, StatisticsConfig):
-            return (config,) * len(self.names)
-        return tuple(config[name] for name in self.names)
+def restore(layers: Sequence[BatchLayerNorm], snapshots: Sequence[Snapshot]) -> None:
+    """Put statistics back."""
+    for layer, snapshot in zip(layers, snapshots, strict=True):
+        layer.population.restore(snapshot)

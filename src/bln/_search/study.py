@@ -1,4 +1,4 @@
-"""A configuration for each layer, by Optuna: resumable, and shared by as many processes as there are."""
+"""A configuration for each layer, by Optuna: resumable, and shared by any number of processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from .._install import install
+from .._progress import track
 from ..config import StatisticsConfig
-from ..progress import track
-from .descent import Costs
-from .vectorized import Assignment
+from .descend import Assignment, Costs, nan_last
 
 _LARGEST_GRID = 4
 """Layers. Optuna writes the whole grid down first."""
@@ -34,22 +33,23 @@ def explore(
     trials: int,
     progress: bool,
 ) -> tuple[Assignment, int]:
-    """Run a study until it has as many finished trials as wanted, and return its best and the trials found there.
+    """Run the study until it has ``trials`` finished trials; return its best and how many trials it had before.
 
-    The shared configurations go in as finished trials: they cost nothing more, the sampler learns from them, and the
-    best of the study is never worse than they are.
+    The shared configurations are added as finished trials: they cost nothing more, the sampler learns from them, and
+    the best of the study is never worse than they are.
     """
-    optuna, choices = _optuna(), [str(config) for config in configs]
+    optuna = _optuna()
+    choices = [str(config) for config in configs]
     with _quiet(optuna), _opened(optuna, storage) as opened:
-        the = optuna.create_study(
+        ours = optuna.create_study(
             study_name=study,
             storage=opened,
             sampler=_sampler(optuna, sampler, names, choices, storage),
             load_if_exists=True,
         )
-        _claim(the, names, min(shared.values(), key=lambda cost: (math.isnan(cost), cost)))
-        _give(optuna, the, shared, names, choices)
-        found = _finished(optuna, the)
+        _claim(ours, names, min(shared.values(), key=nan_last))
+        _add_shared(optuna, ours, shared, names, choices)
+        found = _finished(optuna, ours)
         left = range(trials - found)
         bar = track(left, f"study {study}") if progress else (at for at in left)
 
@@ -59,16 +59,16 @@ def explore(
             [cost] = costs([chosen], f"trial {trial.number}")
             return math.inf if math.isnan(cost) else cost  # a NaN would fail the trial, and another be asked for
 
-        def count(the: Any, trial: Any) -> None:  # the trials of all processes
+        def count(study: Any, trial: Any) -> None:  # the trials of all processes
             next(bar, None)
-            if _finished(optuna, the) >= trials:
-                the.stop()
+            if _finished(optuna, study) >= trials:
+                study.stop()
 
         if left:
             with closing(bar):
                 next(bar)
-                the.optimize(objective, callbacks=[count])
-        best = the.best_trial.params
+                ours.optimize(objective, callbacks=[count])
+        best = ours.best_trial.params
     return tuple(StatisticsConfig.parse(best[name]) for name in names), found
 
 
@@ -82,7 +82,7 @@ def _optuna() -> Any:
 
 @contextmanager
 def _quiet(optuna: Any) -> Iterator[None]:
-    """Keep Optuna from a line for each trial; there is a progress bar and a table."""
+    """Suppress Optuna's line for each trial; there is a progress bar and a table."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
@@ -91,39 +91,32 @@ def _quiet(optuna: Any) -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-def _no_storage(given: Any) -> ValueError:
-    return ValueError(f"storage must be a URL such as 'sqlite:///study.db', or an Optuna storage; got {given!r}")
-
-
-def _not_opened(storage: Any, error: Exception) -> ValueError:
-    """Say what the database said, without the password in its URL."""
-    from sqlalchemy.engine import make_url
-
-    name = make_url(storage).render_as_string() if isinstance(storage, str) else repr(storage)
-    cause = getattr(error, "orig", None) or error
-    return ValueError(
-        f"storage {name!r} cannot be opened: {cause}. The folder of an SQLite file must exist and be writable, as for "
-        "'sqlite:////absolute/path/study.db' or 'sqlite:///relative/path/study.db'; a database server must be "
-        "reachable under that URL"
-    )
-
-
 @contextmanager
 def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
-    """The storage behind a URL, let go of afterwards."""
+    """Open the storage at a URL, and release it afterwards."""
+    from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+    no_storage = ValueError(
+        f"storage must be a URL such as 'sqlite:///study.db', or an Optuna storage; got {storage!r}"
+    )
     if not (storage is None or isinstance(storage, str | optuna.storages.BaseStorage)):
-        raise _no_storage(storage)
+        raise no_storage
     for wait in (0.1, 0.5, 2.0, None):
         try:
             opened = optuna.storages.get_storage(storage)
             break
         except ArgumentError as error:
-            raise _no_storage(storage) from error
-        except SQLAlchemyError as error:  # two processes that create its tables at once: one finds them half made
+            raise no_storage from error
+        except SQLAlchemyError as error:  # another process may be creating the tables
             if wait is None:
-                raise _not_opened(storage, error) from error
+                # make_url hides a password.
+                name = make_url(storage).render_as_string() if isinstance(storage, str) else repr(storage)
+                raise ValueError(
+                    f"storage {name!r} cannot be opened: {getattr(error, 'orig', None) or error}. The folder of an "
+                    "SQLite file must exist and be writable, as for 'sqlite:////absolute/path/study.db' or "
+                    "'sqlite:///relative/path/study.db'; a database server must be reachable under that URL"
+                ) from error
             time.sleep(wait)
     try:
         yield opened
@@ -135,7 +128,7 @@ def _sampler(optuna: Any, sampler: Any, names: Sequence[str], choices: Sequence[
     samplers = optuna.samplers
     if isinstance(sampler, samplers.BaseSampler):
         return sampler
-    # A study that others work on, or that is resumed, must not be given the same draws again.
+    # A study that is resumed or shared must not get the same draws again.
     seed = 0 if storage is None else None
     if sampler == "tpe":
         return samplers.TPESampler(seed=seed)
@@ -150,39 +143,39 @@ def _sampler(optuna: Any, sampler: Any, names: Sequence[str], choices: Sequence[
     raise ValueError(f"sampler must be 'tpe', 'random', 'grid' or an Optuna sampler, got {sampler!r}")
 
 
-def _claim(the: Any, names: Sequence[str], cost: float) -> None:
+def _claim(study: Any, names: Sequence[str], cost: float) -> None:
     """Refuse a study of another model, other weights or other data; its costs could not be compared."""
-    known = the.user_attrs
-    ways_out = f"pass another study= than {the.study_name!r}, or another storage="
+    known, name = study.user_attrs, study.study_name
+    ways_out = f"pass another study= than {name!r}, or another storage="
     if "layers" in known and known["layers"] != list(names):
         raise ValueError(
-            f"the study {the.study_name!r} is about the layers {known['layers']}, this model has {list(names)}; "
-            f"{ways_out}"
+            f"the study {name!r} is about the layers {known['layers']}, this model has {list(names)}; {ways_out}"
         )
     if "shared" in known and not math.isclose(known["shared"], cost, rel_tol=_SAME):
         raise ValueError(
-            f"the study {the.study_name!r} was made with other weights, data or loss: its best shared configuration "
-            f"had {known['shared']:.6g}, now it has {cost:.6g}; {ways_out}"
+            f"the study {name!r} was made with other weights, data or loss: its best shared configuration had "
+            f"{known['shared']:.6g}, now it has {cost:.6g}; {ways_out}"
         )
-    the.set_user_attr("layers", list(names))
-    the.set_user_attr("shared", cost)
+    study.set_user_attr("layers", list(names))
+    study.set_user_attr("shared", cost)
 
 
-def _give(
-    optuna: Any, the: Any, shared: Mapping[Assignment, float], names: Sequence[str], choices: Sequence[str]
+def _add_shared(
+    optuna: Any, study: Any, shared: Mapping[Assignment, float], names: Sequence[str], choices: Sequence[str]
 ) -> None:
+    """Add the shared configurations as finished trials, once."""
     distributions = dict.fromkeys(names, optuna.distributions.CategoricalDistribution(choices))
-    there = [trial.params for trial in the.get_trials(deepcopy=False) if trial.user_attrs.get("shared")]
+    there = [trial.params for trial in study.get_trials(deepcopy=False) if trial.user_attrs.get("shared")]
     for assignment, cost in shared.items():
         params = dict(zip(names, map(str, assignment), strict=True))
         if params not in there and not math.isnan(cost):
-            the.add_trial(
-                optuna.trial.create_trial(
-                    params=params, distributions=distributions, value=cost, user_attrs={"shared": True}
-                )
+            trial = optuna.trial.create_trial(
+                params=params, distributions=distributions, value=cost, user_attrs={"shared": True}
             )
+            study.add_trial(trial)
 
 
-def _finished(optuna: Any, the: Any) -> int:
-    complete = the.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
+def _finished(optuna: Any, study: Any) -> int:
+    """Count the finished trials of all processes."""
+    complete = study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
     return sum(not trial.user_attrs.get("shared") for trial in complete)

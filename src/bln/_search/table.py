@@ -1,4 +1,4 @@
-"""A search's result as a table: plain text, rich, HTML."""
+"""A search's result as a table: plain text, rich, HTML. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import StatisticsConfig
 
 if TYPE_CHECKING:
-    from .result import Row, SearchResult
-    from .score import Score
+    from .result import SearchResult
+    from .score import Row, Score
 
 _SHOWN = 3
 """Combinations of layers in the table; all of them are in the exports."""
 _HEADINGS = {"shuffled": "reshuffled", "sorted": "sorted by label", "single": "one at a time"}
 
 
-class _Line(NamedTuple):
-    cells: list[str]
-    style: str  # of rich
-
-
-class _Layout(NamedTuple):
+class _Table(NamedTuple):
     title: str
     columns: list[str]
-    lines: list[_Line]
-    notes: list[str]
+    rows: list[tuple[list[str], str]]
+    """The cells and rich's style."""
 
 
 def _number(value: float, error: float = math.nan) -> str:
@@ -41,104 +36,90 @@ def _move(given: Score, other: Score) -> str:
 
 
 def _signed(value: float, digits: int) -> str:
-    """With its sign, but a 0 without."""
+    """A number with its sign; 0 has none."""
     if math.isnan(value):
         return "NaN"
     return f"{value:+.{digits}f}" if abs(value) >= 0.5 * 10**-digits else "0"
 
 
-def _layout(result: SearchResult) -> _Layout:
+def _layout(result: SearchResult) -> tuple[list[_Table], list[str]]:
+    """The tables: configurations, and each layer's choice where they have their own; and the notes."""
     metrics = list(result.rows[0].metrics)
-    arrangements = next((list(row.rebatched) for row in result.rows if row.rebatched), [])
+    orders = next((list(row.rebatched) for row in result.rows if row.rebatched), [])
     calibrated = any(row.uncalibrated for row in result.rows)
-    columns = ["", "config", "loss", *metrics]
-    columns += ["loss before calibration"] if calibrated else []
-    columns += [_HEADINGS.get(name, name) for name in arrangements]
+    chosen = None if math.isnan(result.rows[0].loss) else result.best
 
-    def line(rank: int, row: Row) -> _Line:
-        best = row is chosen
-        cells = [f"{rank}{' *' * best}", "per layer" if row.per_layer and len(row.label) > 24 else row.label]
-        cells.append(_number(row.loss, row.loss_error))
-        cells += [_number(row.metrics[name], row.metrics_error[name]) for name in metrics]
+    def cells(rank: int, row: Row) -> list[str]:
+        label = "per layer" if row.per_layer and len(row.label) > 24 else row.label
+        found = [f"{rank}{' *' * (row is chosen)}", label, _number(row.loss, row.loss_error)]
+        found += [_number(row.metrics[name], row.metrics_error[name]) for name in metrics]
         if calibrated:
             before = row.uncalibrated
-            cells.append("" if before is None else f"{_number(before.loss)} ({_signed(row.loss - before.loss, 4)})")
-        for name in arrangements:
+            found.append("" if before is None else f"{_number(before.loss)} ({_signed(row.loss - before.loss, 4)})")
+        for name in orders:
             other = row.rebatched.get(name)
-            cells.append("" if other is None else _move(row.score, other) + " !" * (name in row.collapses))
-        ruined = math.isnan(row.loss) or bool(row.collapses)
-        return _Line(cells, "red" if ruined else "bold green" if best else "")
+            found.append("" if other is None else _move(row.score, other) + " !" * (name in row.collapses))
+        return found
 
-    shown, combinations, hidden = [], 0, 0
-    chosen = None if math.isnan(result.rows[0].loss) else result.best
+    rows, combinations = [], 0
     for rank, row in enumerate(result.rows, 1):
         combinations += row.per_layer
         if not row.per_layer or combinations <= _SHOWN or row is chosen:
-            shown.append(line(rank, row))
-        else:
-            hidden += 1
-    notes = [result.why, *result.notes] if result.why else list(result.notes)
-    if arrangements:
-        moves = " / ".join(["loss", *metrics])
-        notes.insert(0, f"The last {len(arrangements)} columns say how far {moves} move; ! marks a collapse.")
-    if hidden:
-        notes.append(f"{hidden} more combinations are in result.rows.")
-    by = "loss of the worst arrangement" if result.robust else "loss"
+            ruined = math.isnan(row.loss) or row.collapses
+            rows.append((cells(rank, row), "red" if ruined else "bold green" if row is chosen else ""))
+    columns = ["", "config", "loss", *metrics, *["loss before calibration"] * calibrated]
+    columns += [_HEADINGS.get(name, name) for name in orders]
+    by = "loss of the worst order of samples" if result.robust else "loss"
     title = (
         f"Configurations E_B Std_B E_F Std_F by {by} ({result.samples} samples in {result.batches} batches, "
         f"{result.mode}; T population, F current mini-batch)"
     )
-    return _Layout(title, columns, shown, notes)
+    tables = [_Table(title, columns, rows)]
+    per_layer = next((row.config for row in result.rows if not isinstance(row.config, StatisticsConfig)), None)
+    if per_layer is not None:
+        lines = [([name, str(config)], "") for name, config in per_layer.items()]
+        tables.append(_Table("The combination of layers with the lowest loss", ["layer", "config"], lines))
 
-
-def _choices(result: SearchResult) -> list[tuple[str, str]]:
-    """What each layer chose, of the best row that has a choice for each."""
-    for row in result.rows:
-        if not isinstance(row.config, StatisticsConfig):
-            return [(name, str(config)) for name, config in row.config.items()]
-    return []
+    notes = [result.why, *result.notes] if result.why else list(result.notes)
+    if orders:
+        moves = " / ".join(["loss", *metrics])
+        notes.insert(0, f"The last {len(orders)} columns say how far {moves} move; ! marks a collapse.")
+    if hidden := len(result) - len(rows):
+        notes.append(f"{hidden} more combinations are in result.rows.")
+    return tables, notes
 
 
 def text(result: SearchResult) -> str:
     """Plain text, aligned."""
-    layout = _layout(result)
-    lines = [layout.title, "", *_aligned([layout.columns, *(line.cells for line in layout.lines)])]
-    if choices := _choices(result):
-        lines += [
-            "",
-            "The combination of layers with the lowest loss:",
-            *_aligned([["layer", "config"], *map(list, choices)]),
-        ]
-    return "\n".join([*lines, "", *(f"- {note}" for note in layout.notes)])
-
-
-def _aligned(cells: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    tables, notes = _layout(result)
+    lines = []
+    for table in tables:
+        rows = [table.columns, *(cells for cells, _ in table.rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows.insert(1, ["-" * width for width in widths])
+        aligned = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines += [table.title, "", *aligned, ""]
+    return "\n".join(lines + [f"- {note}" for note in notes])
 
 
 def rich(result: SearchResult) -> Any:
-    """Something for rich to print."""
+    """A renderable for rich."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    layout = _layout(result)
-    grid = Table(*layout.columns)  # titles stand above: a table's own is wrapped to its width
-    for cells, style in layout.lines:
-        grid.add_row(*cells, style=style)
-    parts: list[Any] = [Text(layout.title, style="italic"), grid]
-    if choices := _choices(result):
-        chosen = Table("layer", "config")
-        for choice in choices:
-            chosen.add_row(*choice)
-        parts += [Text("The combination of layers with the lowest loss", style="italic"), chosen]
-    return Group(*parts, *(Text(f"- {note}") for note in layout.notes))
+    tables, notes = _layout(result)
+    parts: list[Any] = []
+    for table in tables:
+        grid = Table(*table.columns)  # its own title would be wrapped to its width
+        for cells, style in table.rows:
+            grid.add_row(*cells, style=style)
+        parts += [Text(table.title, style="italic"), grid]
+    return Group(*parts, *(Text(f"- {note}") for note in notes))
 
 
 def terminal(result: SearchResult) -> str:
-    """What rich would print, if it is installed; plain text elsewhere."""
+    """What rich would print, if it is installed, else plain text."""
     try:
         from rich.console import Console
     except ImportError:
@@ -150,19 +131,17 @@ def terminal(result: SearchResult) -> str:
 
 
 def html(result: SearchResult) -> str:
-    """A table for notebooks."""
-    layout = _layout(result)
+    """Tables for notebooks."""
+    tables, notes = _layout(result)
     css = {"red": "color:#b00020", "bold green": "font-weight:bold;color:#1b7837", "": ""}
 
     def row(tag: str, cells: list[str], style: str = "") -> str:
         return f'<tr style="{style}">' + "".join(f"<{tag}>{escaping.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-    body = [row("td", line.cells, css[line.style]) for line in layout.lines]
-    parts = [f"<caption>{escaping.escape(layout.title)}</caption>", row("th", layout.columns), *body]
-    pages = [f"<table>{''.join(parts)}</table>"]
-    if choices := _choices(result):
-        lines = "".join(row("td", list(choice)) for choice in choices)
-        caption = "<caption>The combination of layers with the lowest loss</caption>"
-        pages.append(f"<table>{caption}{row('th', ['layer', 'config'])}{lines}</table>")
-    notes = "".join(f"<li>{escaping.escape(note)}</li>" for note in layout.notes)
-    return "".join([*pages, f"<ul>{notes}</ul>"])
+    parts = []
+    for table in tables:
+        body = "".join(row("td", cells, css[style]) for cells, style in table.rows)
+        caption = f"<caption>{escaping.escape(table.title)}</caption>"
+        parts.append(f"<table>{caption}{row('th', table.columns)}{body}</table>")
+    listed = "".join(f"<li>{escaping.escape(note)}</li>" for note in notes)
+    return "".join([*parts, f"<ul>{listed}</ul>"])

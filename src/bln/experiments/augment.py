@@ -17,16 +17,16 @@ class Crops(NamedTuple):
 
     @classmethod
     def draw(cls, count: int, pad: int, mirror: bool, generator: torch.Generator | None = None) -> Crops:
-        """Crops of so many images that were padded by ``pad`` pixels; with ``mirror`` every other one is mirrored."""
+        """Draw crops of ``count`` images padded by ``pad`` pixels; with ``mirror`` half of them are mirrored."""
         up, left = torch.randint(2 * pad + 1, (2, count), generator=generator)
         coin = torch.rand(count, generator=generator)
         return cls(up, left, (coin < 0.5) & mirror)
 
 
 def cut(padded: Tensor, rows: Tensor, crops: Crops, height: int, width: int) -> Tensor:
-    """The windows of these rows of ``(N, C, H, W)``: ``(*rows.shape, C, height, width)``."""
-    down = crops.up[..., None] + torch.arange(height, device=rows.device)
-    across = torch.arange(width, device=rows.device)
-    across = torch.where(crops.mirrored[..., None], across.flip(0), across) + crops.left[..., None]
+    """Return the windows of these rows of ``(N, C, H, W)``: ``(*rows.shape, C, height, width)``."""
+    lines = crops.up[..., None] + torch.arange(height, device=rows.device)
+    columns = torch.arange(width, device=rows.device)
+    columns = torch.where(crops.mirrored[..., None], columns.flip(0), columns) + crops.left[..., None]
     channels = torch.arange(padded.shape[1], device=rows.device)[:, None, None]
-    return padded[rows[..., None, None, None], channels, down[..., None, :, None], across[..., None, None, :]]
+    return padded[rows[..., None, None, None], channels, lines[..., None, :, None], columns[..., None, None, :]]

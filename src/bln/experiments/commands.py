@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,18 +18,22 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from .. import __version__
-from .._convert_check import check, load
+from .._models.check import check, load
 from . import data as datasets
 from . import demo as demonstration
-from . import download, packed, runs
+from . import download, packed, runs, table
 from . import report as reports
 from . import reproduce as sweep
 from .remaining import TimeLeft
 from .report import shift as shift_report
 from .report import sizes as sizes_report
+from .report.sizes import WORDS
+from .report.summary import TASKS as PAPERS
+from .report.summary import collect
 from .runs import Settings
 from .shift import study as shifts
 from .sizes import study
+from .sizes.tasks import IMAGES, TOKENS
 
 app = typer.Typer(
     help="Batch Layer Normalization: a demonstration, and the paper's experiments.",
@@ -56,6 +60,7 @@ def _all(
 
 DataDir = Annotated[Path, typer.Option(help="Where the data sets are.")]
 Workers = Annotated[int, typer.Option(help="Processes side by side.")]
+Minutes = Annotated[float | None, typer.Option(min=0.0, help="Stop in time; what says most comes first.")]
 
 _SHIFT = (
     "Corrupt test images and vary the size of requests: which statistics hold when the data changes?\n\n"
@@ -81,7 +86,10 @@ def demo(
 @app.command()
 def reproduce(
     what: Annotated[
-        str, typer.Argument(help="cnn, rnn or all; `bln reproduce resnet --help` and `shift --help` for the others.")
+        str,
+        typer.Argument(
+            help="cnn, rnn or all. resnet, transformer and shift have options of their own: `resnet --help`."
+        ),
     ],
     data_dir: DataDir = Path("data"),
     out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("results"),
@@ -99,10 +107,10 @@ def reproduce(
     epochs: Annotated[int | None, typer.Option(help="Fewer than the protocol's, for a try.")] = None,
 ) -> None:
     """Run the paper's experiments; the same command continues where it was stopped."""
-    if what in ("resnet", "shift"):
+    if what in ("resnet", "shift", "transformer"):
         raise ValueError(f"`bln reproduce {what}` has options of its own; write them behind it")
     if what not in ("cnn", "rnn", "all"):
-        raise ValueError(f"expected cnn, rnn, all or resnet, got {what!r}")
+        raise ValueError(f"expected cnn, rnn, all, resnet, transformer or shift, got {what!r}")
     settings = sweep.plan(
         ("cnn", "rnn") if what == "all" else (what,),
         batch_sizes=batch_size, fractions=fraction, norms=norms, seeds=seeds, protocol=protocol, epochs=epochs,
@@ -129,8 +137,8 @@ def shift(
     runs.claim(out)
     alike = [Settings("shift", each.norm, each.batch_size, 1.0, each.seed, "clean", each.epochs) for each in recipes]
     with _resumable(TimeLeft(alike), len(recipes), "nets") as progress:
-        path = shifts.study(recipes, questions, out, data_dir, workers=workers, progress=progress)
-        shifts.choose(recipes, questions, out, data_dir, progress)
+        shifts.study(recipes, questions, out, data_dir, workers=workers, progress=progress)
+        path = shifts.choose(recipes, questions, out, data_dir, progress)
     _report_shift(path, out)
 
 
@@ -141,12 +149,15 @@ def resnet(
     batch_size: Annotated[list[int] | None, typer.Option(help="One or more, as in 1 4 32; 1 to 128 if not said.")] = (
         None
     ),
-    norms: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(study.NORMS)}; all if not said.")] = None,
-    seeds: Annotated[int, typer.Option(help="How many; at batch size 1 at most three.")] = study.SEEDS,
+    norms: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMAGES)}; all if not said.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="How many, five if not said; at batch size 1 at most three.")
+    ] = None,
     images: Annotated[int | None, typer.Option(help="To train on.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Over these images.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     workers: Workers = 1,
+    minutes: Minutes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and stop.")] = False,
 ) -> None:
     """Train ResNet-20 on CIFAR-10 with every norm at every batch size; the same command continues where it was stopped.
@@ -154,29 +165,64 @@ def resnet(
     Learning rates are chosen for each norm and batch size on validation data. On a GPU all runs of a norm and batch
     size are one net, and several nets train side by side.
     """
-    cells = study.plan("resnet20", norms=norms, batch_sizes=batch_size, seeds=seeds, images=images, epochs=epochs)
-    _run_sizes(cells, out, data_dir, device, workers, dry_run)
+    cells = study.plan(
+        "resnet20", norms=norms, batch_sizes=batch_size, seeds=seeds, samples=images, epochs=epochs,
+        by_importance=minutes is not None,
+    )  # fmt: skip
+    _run_sizes(cells, out, data_dir, device, workers, minutes, dry_run)
+
+
+@app.command("reproduce transformer")
+def transformer(
+    data_dir: DataDir = Path("data"),
+    out: Annotated[Path, typer.Option(help="Where the table of runs and the report go.")] = Path("results/transformer"),
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="One or more, as in 4 32; 4, 32 and 128 if not said.")
+    ] = (None),
+    norms: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOKENS)}; all if not said.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many; three if not said.")] = None,
+    reviews: Annotated[int | None, typer.Option(help="To train on.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Over these reviews.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    workers: Workers = 1,
+    minutes: Minutes = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and stop.")] = False,
+) -> None:
+    """Train a small transformer on IMDB with every norm; the same command continues where it was stopped.
+
+    Learning rates are chosen for each norm and batch size on validation data. Norms with statistics over tokens leave
+    padding out of them.
+    """
+    cells = study.plan(
+        "transformer", norms=norms, batch_sizes=batch_size, seeds=seeds, samples=reviews, epochs=epochs,
+        by_importance=minutes is not None,
+    )  # fmt: skip
+    _run_sizes(cells, out, data_dir, device, workers, minutes, dry_run)
 
 
 @app.command()
 def report(
-    summary: Annotated[Path, typer.Argument(help="A summary.json, runs.jsonl or shift.jsonl, or its folder.")],
-    out: Annotated[Path | None, typer.Option(help="Where the report goes; beside the summary if not said.")] = None,
+    runs_table: Annotated[Path, typer.Argument(metavar="TABLE", help="A runs.jsonl, or its folder.")],
+    out: Annotated[Path | None, typer.Option(help="Where the report goes; beside the table if not said.")] = None,
 ) -> None:
-    """Write a report and its figures again, from what a command has written."""
-    path = summary
-    if summary.is_dir():
-        known = [summary / name for name in ("runs.jsonl", "shift.jsonl", "summary.json")]
-        path = next((each for each in known if each.exists()), known[-1])
-    if path.suffix == ".jsonl":
-        write = _report_shift if path.name == "shift.jsonl" else _report_sizes
-        write(path, out or path.parent)
-        return
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:  # no JSON, or no text
-        raise ValueError(f"{path} is not a summary: {error}; `bln reproduce` writes one") from None
-    Console().print(f"written: {reports.write(found, out or path.parent)}", soft_wrap=True)
+    """Write a report and its figures again, from the table of runs that a command has written.
+
+    Of several experiments, those beyond the paper get a folder each.
+    """
+    path = runs_table / table.NAME if runs_table.is_dir() else runs_table
+    if not path.exists():
+        raise ValueError(f"there is no table of runs at {path}; `bln reproduce` and `bln demo` write one")
+    tasks, out = {row["task"] for row in table.read(path)}, out or path.parent
+    writers: dict[str, Callable[[Path, Path], None]] = {}
+    if tasks & set(PAPERS):
+        writers[""] = _report_paper
+    writers |= {words.folder: partial(_report_sizes, task=name) for name, words in WORDS.items() if name in tasks}
+    if "shift" in tasks:
+        writers["shift"] = _report_shift
+    if not writers:
+        raise ValueError(f"{path} has no runs that are known here; `bln reproduce` makes some")
+    for folder, write in writers.items():
+        write(path, out / folder if len(writers) > 1 else out)
 
 
 @app.command()
@@ -245,16 +291,19 @@ def _run(
             address=address,
             progress=progress,
         )
-    summary = sweep.summarize(out)
-    runs.write(out / "summary.json", (json.dumps(summary) + "\n").encode())
-    console.print(reports.table(summary))
-    console.print(f"report: {reports.write(summary, out)}", soft_wrap=True)
+    _report_paper(table.write(out / table.NAME, sweep.rows(out)), out)
     failed = {each.name: status for each, status in ended.items() if status.startswith("error: ")}
     if failed:
         name, status = next(iter(failed.items()))
         raise ValueError(
             f"{len(failed)} of {len(ended)} runs could not go on; {name}: {status.removeprefix('error: ')}"
         )
+
+
+def _report_paper(path: Path, out: Path) -> None:
+    summary, console = collect(table.read(path)), Console()
+    console.print(reports.table(summary))
+    console.print(f"report: {reports.write(summary, out)}", soft_wrap=True)
 
 
 def _report_shift(path: Path, out: Path) -> None:
@@ -265,25 +314,38 @@ def _report_shift(path: Path, out: Path) -> None:
 
 
 def _run_sizes(
-    cells: list[study.Cell], out: Path, data_dir: Path, device: str, workers: int, dry_run: bool = False
+    cells: list[study.Cell],
+    out: Path,
+    data_dir: Path,
+    device: str,
+    workers: int,
+    minutes: float | None = None,
+    dry_run: bool = False,
 ) -> None:
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    chosen = sweep.device(device)
+    chosen, console = sweep.device(device), Console()
     runs.claim(out)
     if chosen.type == "cpu":
         torch.set_num_threads(study.threads(workers))
-    Console().print(study.estimate(cells, out, data_dir, chosen, workers).text(), soft_wrap=True)
+    if minutes is None or dry_run:  # measuring takes time, too
+        console.print(study.estimate(cells, out, data_dir, chosen, workers).text(), soft_wrap=True)
     if dry_run:
         return
-    alike = [Settings(each.task, each.norm, each.batch_size, each.images, 0, "clean", each.epochs) for each in cells]
+    alike = [Settings(each.task, each.norm, each.batch_size, each.samples, 0, "clean", each.epochs) for each in cells]
     with _resumable(TimeLeft(alike), len(cells), "cells") as progress:
-        path = study.study(cells, out, data_dir, device=chosen, workers=workers, progress=progress)
+        path = study.study(
+            cells, out, data_dir, device=chosen, workers=workers, minutes=minutes, progress=progress
+        )  # fmt: skip
+    if left := study.unfinished(cells, out):
+        console.print(
+            f"{left} of {len(cells)} norms and batch sizes are left; the same command goes on", soft_wrap=True
+        )
     _report_sizes(path, out)
 
 
-def _report_sizes(path: Path, out: Path) -> None:
-    found, console = sizes_report.read(path), Console()
+def _report_sizes(path: Path, out: Path, task: str | None = None) -> None:
+    found, console = [each for each in sizes_report.read(path) if task in (None, each.task)], Console()
     page = sizes_report.write(found, out)
     console.print(sizes_report.lines(found))
     console.print(f"report: {page}", soft_wrap=True)

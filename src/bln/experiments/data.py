@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .._install import install
-from ..progress import track
+from .._progress import track
 from . import words as keras_words
 
 PathLike = str | os.PathLike[str]
@@ -98,7 +98,7 @@ _PIXELS = 3 * 32 * 32
 _RATINGS = {"pos": range(7, 11), "neg": range(1, 5)}
 _REVIEW = re.compile(r"\d+_(\d+)\.txt")
 _CACHE = 1
-"""To be raised when the same reviews are encoded otherwise."""
+"""Bump when the same reviews are encoded differently."""
 
 
 def cifar10(folder: PathLike) -> CIFAR:
@@ -248,7 +248,7 @@ def _encode(
 
 
 def _fingerprint(files: dict[str, list[os.DirEntry[str]]], words: int, length: int) -> str:
-    """Changes with any name, size or time of a review."""
+    """Return a hash that changes with any name, size or time of a review."""
     digest = hashlib.sha256(f"{_CACHE} {words} {length}\n".encode())
     for part, reviews in files.items():
         for review in reviews:
@@ -258,7 +258,7 @@ def _fingerprint(files: dict[str, list[os.DirEntry[str]]], words: int, length: i
 
 
 def _read_cache(path: Path, key: str, words: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-    """What was kept; nothing if it is not there, not of these reviews, or damaged: the file has checksums."""
+    """Return the cached tokens, or ``None`` where they are missing, damaged, or of other reviews."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
             if str(kept["key"]) != key:
@@ -275,7 +275,7 @@ def _read_cache(path: Path, key: str, words: int, length: int) -> tuple[NDArray[
 
 
 def _write_cache(path: Path, key: str, train: NDArray[np.int32], test: NDArray[np.int32]) -> None:
-    """Keep the tokens, whole or not at all; without a word where the folder cannot be written."""
+    """Cache the tokens, whole or not at all. A folder that cannot be written is no error."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         try:
@@ -292,7 +292,7 @@ def _write_cache(path: Path, key: str, train: NDArray[np.int32], test: NDArray[n
 
 
 def locate(name: str, folder: PathLike) -> Path | None:
-    """Where ``cifar10`` or ``imdb`` lies: in ``folder``, or ``folder`` itself; complete or not."""
+    """Return where ``cifar10`` or ``imdb`` lies, complete or not: in ``folder``, or ``folder`` itself."""
     given = Path(folder).expanduser()
     top, sign = TOP[name], _SIGN[name]
     if (given / top).is_dir():

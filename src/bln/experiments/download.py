@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from ..progress import track
+from .._progress import track
 from . import data
 from .data import DataError, PathLike
 

@@ -95,7 +95,7 @@ class _Recurrence(torch.autograd.Function):
         steps, units = cells.shape[0] - 1, cells.shape[2]
         output, entering, forget, candidate = gates.unflatten(2, (4, units)).unbind(2)
         active = cells[1:].tanh()
-        # Derivatives of a step's cell and gates, for all steps at once; in the loop they are only multiplied.
+        # Derivatives of cell and gates, for all steps together; the loop only multiplies them.
         through = output * (1 - active * active)
         slopes = torch.stack(
             (

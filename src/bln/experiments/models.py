@@ -13,7 +13,7 @@ from .norms import Norm
 
 
 def lenet(norm: Norm) -> nn.Module:
-    """The paper's CNN: LeNet-5 on ``(N, 3, 32, 32)``, a normalizer behind each nonlinearity but the last."""
+    """The paper's CNN: LeNet-5 on ``(N, 3, 32, 32)``, a normalizer after each nonlinearity but the last."""
     net = nn.Sequential(
         nn.Conv2d(3, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), norm(6, 1),
         nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), norm(16, 1),
@@ -74,7 +74,7 @@ def resnet(norm: Norm) -> nn.Module:
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions and a way around them."""
+    """A residual block: two 3x3 convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Block(nn.Module):
 
 
 class Words(nn.Embedding):
-    """An embedding whose dense gradient is one buffer, kept; only the rows of the last mini-batch are cleared.
+    """An embedding that keeps its dense gradient and clears only the rows of the last mini-batch.
 
     A step reads a few of its many rows. Filling the whole gradient with zeros again takes longer than the optimizer; on
     a GPU it does not, and the gradient is torch's own.
@@ -101,7 +101,7 @@ class Words(nn.Embedding):
         self.weight.register_post_accumulate_grad_hook(self._spread)  # type: ignore[no-untyped-call]
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """The rows of these numbers."""
+        """Return the rows of these numbers."""
         return F.embedding(numbers, self.weight, sparse=not numbers.is_cuda)
 
     def _spread(self, weight: Tensor) -> None:

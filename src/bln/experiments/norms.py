@@ -1,4 +1,11 @@
-"""Normalizers by name. To add one: ``NORMS["mine"] = lambda features, channel_dim: MyNorm(features)``."""
+"""Normalizers by name, for all experiments.
+
+    NORMS["mine"] = lambda features, channel_dim: MyNorm(features)
+
+Each function listed here takes two more arguments. ``ordinary`` gives the layer its library's epsilon and plain
+averages as population statistics; without it, it has the values of the paper's authors. ``runs`` makes one layer for
+several runs whose features lie one after the other in ``(N, runs * features, *positions)``, and keeps them apart.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +14,22 @@ import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
+from .._masks import count
 from ..layer import BatchLayerNorm
 
-Norm = Callable[[int, int], nn.Module]
-"""A normalizer of so many features at that dimension: 1, or -1 for sequences."""
+Norm = Callable[..., nn.Module]
+"""Makes a normalizer of this number of features, which stand at that dimension: 1, or -1 for sequences."""
 
 
 def norm(name: str) -> Norm:
-    """The normalizer of that name, or at that place: ``package.module:function``."""
+    """Return the normalizer of that name, or at that place: ``package.module:function``."""
     if name in NORMS:
         return NORMS[name]
     if ":" in name:
@@ -45,7 +54,7 @@ class EqualWeights(BatchLayerNorm):
         shape = list(x.shape)
         shape.pop(self.channel_dim)
         positions = tuple(shape[1:]) if self.per_position else ()
-        m, entries = functional.count(shape, mask, self.per_position)
+        m, entries = count(shape, mask, self.per_position)
         half = self.population.statistics(positions, 2)._replace(inverse_m=x.new_full((), 0.5))
         y, statistics = functional.batch_layer_norm(
             x, self.weight, self.bias, channel_dim=self.channel_dim, per_position=self.per_position, mask=mask,
@@ -57,12 +66,11 @@ class EqualWeights(BatchLayerNorm):
 
 
 class _FeaturesLast(nn.Module):
-    """Something that wants features last, wherever they stand."""
+    """A layer that takes features last, applied wherever they stand. It sees one position at a time: no mask."""
 
     def __init__(self, inner: nn.Module, channel_dim: int) -> None:
         super().__init__()
-        self.inner = inner
-        self.channel_dim = channel_dim
+        self.inner, self.channel_dim = inner, channel_dim
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x.movedim(self.channel_dim, -1))
@@ -70,50 +78,94 @@ class _FeaturesLast(nn.Module):
 
 
 class _FeaturesSecond(nn.Module):
-    """Something that wants features second, wherever they stand."""
+    """A layer that takes features second, applied wherever they stand."""
 
     def __init__(self, inner: nn.Module, channel_dim: int) -> None:
         super().__init__()
-        self.inner = inner
-        self.channel_dim = channel_dim
+        self.inner, self.channel_dim = inner, channel_dim
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x.movedim(self.channel_dim, 1))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x.movedim(self.channel_dim, 1)
+        y: Tensor = self.inner(x) if mask is None else self.inner(x, mask)
         return y.movedim(1, self.channel_dim)
 
 
+class _RunsApart(nn.Module):
+    """A layer for several runs whose statistics never leave a position: runs are a further dimension of positions."""
+
+    def __init__(self, inner: nn.Module, features: int, runs: int) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, runs
+        self.weight = nn.Parameter(torch.ones(runs * features))
+        self.bias = nn.Parameter(torch.zeros(runs * features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x.reshape(len(x), self.runs, -1, *x.shape[2:]).transpose(1, 2)).transpose(1, 2).flatten(1, 2)
+        shape = (-1, *[1] * (x.dim() - 2))
+        return cast(Tensor, y * self.weight.view(shape) + self.bias.view(shape))
+
+
 class BatchNorm(nn.Module):
-    """BatchNorm of any rank which, given one value for each feature, does what Keras does: the output is ``beta``."""
+    """BatchNorm of any rank which, given one value for each feature, does what Keras does: the output is ``beta``.
+
+    With a momentum of ``None`` population statistics are plain averages since the last reset. ``nn.BatchNorm2d``
+    computes the same, but reads a counter on the host, which no CUDA graph can. A mask marks real entries.
+    """
 
     running_mean: Tensor
     running_var: Tensor
+    updates: Tensor
 
-    def __init__(self, features: int, eps: float = 1e-3, momentum: float = 0.01) -> None:
+    def __init__(self, features: int, eps: float = 1e-3, momentum: float | None = 0.01) -> None:
         super().__init__()
         self.eps, self.momentum = eps, momentum
         self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
         self.register_buffer("running_mean", torch.zeros(features))
         self.register_buffer("running_var", torch.ones(features))
+        self.register_buffer("updates", torch.zeros(()), persistent=momentum is None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def reset_statistics(self) -> None:
+        """Begin a new plain average."""
+        self.updates.zero_()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize ``x``."""
-        if self.training and x.numel() == x.shape[1]:
-            with torch.no_grad():
-                self.running_mean.lerp_(x.reshape(-1), self.momentum)
-                self.running_var.mul_(1 - self.momentum)  # the variance of one value
-            shape = (1, -1, *[1] * (x.dim() - 2))
-            return (x - x) * self.weight.reshape(shape) + self.bias.reshape(shape)
-        running = self.running_mean, self.running_var
-        return F.batch_norm(x, *running, self.weight, self.bias, self.training, self.momentum, self.eps)
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        weight, bias = self.weight, self.bias
+        if not self.training:
+            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps)
+        if x.numel() == x.shape[1]:
+            self._update(x.detach().reshape(-1), torch.zeros_like(self.running_var))  # the variance of one value
+            return (x - x) * weight.reshape(shape) + bias.reshape(shape)
+        if mask is None:
+            mean, var = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)  # filled in
+            y = F.batch_norm(x, mean, var, weight, bias, True, 1.0, self.eps)
+            self._update(mean, var)
+            return y
+        real, over = mask.unsqueeze(1), [0, *range(2, x.dim())]
+        count = mask.sum()
+        mean = (x * real).sum(over) / count
+        centred = (x - mean.reshape(shape)) * real
+        var = centred.square().sum(over) / count
+        self._update(mean.detach(), var.detach() * (count / (count - 1).clamp(min=1)))
+        return centred * (weight * (var + self.eps).rsqrt()).reshape(shape) + bias.reshape(shape)
+
+    @torch.no_grad()
+    def _update(self, mean: Tensor, var: Tensor) -> None:
+        self.updates += 1
+        weight = 1 / self.updates if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, weight)
+        self.running_var.lerp_(var, weight)
 
 
 class BatchRenorm(BatchNorm):
     """Batch Renormalization (Ioffe 2017): BatchNorm corrected towards its running statistics.
 
-    The correction's limits grow from BatchNorm's (r = 1, d = 0) to r = 3 and d = 5 while the statistics settle, as in
-    the paper, over fewer steps since these runs are shorter.
+    The correction's limits grow from BatchNorm's (r = 1, d = 0) to r = 3 and d = 5 while the statistics settle. In
+    its paper they do, too, but over more steps, since runs are longer there.
     """
 
+    momentum: float
     steps: Tensor
 
     def __init__(self, features: int, *, warm: int = 500, ramp: int = 2000) -> None:
@@ -121,8 +173,10 @@ class BatchRenorm(BatchNorm):
         self.warm, self.ramp = warm, ramp
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x``."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalize ``x``, which has no padding."""
+        if mask is not None:
+            raise ValueError("batchrenorm got a mask, and has none; leave it out of the norms of a padded task")
         if not self.training:
             return super().forward(x)
         over = [0, *range(2, x.dim())]
@@ -147,67 +201,103 @@ class BatchRenorm(BatchNorm):
 class InstanceNorm(nn.Module):
     """InstanceNorm; a dense layer has no positions to average over, and is only scaled and shifted."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, eps: float = 1e-3) -> None:
         super().__init__()
+        self.eps = eps
         self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``."""
         if x.dim() == 2:
             return x * self.weight + self.bias
-        return F.instance_norm(x, weight=self.weight, bias=self.bias, eps=1e-3)
-
-
-def _bln(
-    features: int,
-    channel_dim: int,
-    *,
-    kind: type[BatchLayerNorm] = BatchLayerNorm,
-    dim_scale: bool = True,
-) -> nn.Module:
-    """BLN with the authors' epsilons; population statistics are averaged over an epoch."""
-    return kind(
-        features, channel_dim=channel_dim, dim_scale=dim_scale,
-        eps=1e-3, mix_eps=1e-4, momentum=None,
-    )  # fmt: skip
+        return F.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
 
 
 GROUPS = {"bln-grouped": 8, "bln-g1": 1, "bln-g4": 4, "bln-g16": 16, "bln-gC": None}
 """Groups of features of BLN's grouped form, by name; ``None`` is a group for each feature. Eight are recommended."""
 
 
-def groups_of(name: str, features: int) -> int:
-    """The number of groups of so many features."""
-    groups = GROUPS[name]
-    return features if groups is None else math.gcd(groups, features)
+def _bln(
+    features: int,
+    channel_dim: int,
+    *,
+    runs: int | None = None,
+    ordinary: bool = False,
+    kind: type[BatchLayerNorm] = BatchLayerNorm,
+    **more: Any,
+) -> nn.Module:
+    if not ordinary:
+        more |= {"eps": 1e-3, "mix_eps": 1e-4}
+    if runs is None:
+        return kind(features, channel_dim=channel_dim, momentum=None, **more)
+    return _RunsApart(kind(features, affine=False, momentum=None, **more), features, runs)
 
 
-def _grouped(name: str, features: int, channel_dim: int) -> nn.Module:
-    return BatchLayerNorm(features, groups=groups_of(name, features), channel_dim=channel_dim, eps=1e-3, momentum=None)
+def _pooled(features: int, channel_dim: int, *, runs: int | None = None, **more: Any) -> nn.Module:
+    if runs is not None:
+        raise ValueError("bln-pooled would pool batch statistics over runs; train them one at a time")
+    return _bln(features, channel_dim, per_position=False, **more)
 
 
-def _second(make: Callable[[int], nn.Module]) -> Norm:
-    return lambda features, channel_dim: (
-        make(features) if channel_dim == 1 else _FeaturesSecond(make(features), channel_dim)
-    )
+def _grouped(
+    name: str, features: int, channel_dim: int, *, runs: int | None = None, ordinary: bool = False
+) -> nn.Module:
+    groups = features if (given := GROUPS[name]) is None else math.gcd(given, features)
+    runs, eps = runs or 1, 1e-4 if ordinary else 1e-3
+    return BatchLayerNorm(runs * features, groups=runs * groups, channel_dim=channel_dim, momentum=None, eps=eps)
 
 
-def _last(make: Callable[[int], nn.Module]) -> Norm:
-    return lambda features, channel_dim: (
-        make(features) if channel_dim == -1 else _FeaturesLast(make(features), channel_dim)
-    )
+def _second(make: Callable[[int, int, float], nn.Module]) -> Norm:
+    """Make a layer of ``(runs, features, eps)`` whose features stand second."""
+
+    def place(features: int, channel_dim: int, *, runs: int | None = None, ordinary: bool = False) -> nn.Module:
+        layer = make(runs or 1, features, 1e-5 if ordinary else 1e-3)
+        return layer if channel_dim == 1 else _FeaturesSecond(layer, channel_dim)
+
+    return place
+
+
+def _last(make: Callable[..., nn.Module]) -> Norm:
+    """Make a layer whose features stand last, and which sees one position at a time."""
+
+    def place(features: int, channel_dim: int, *, runs: int | None = None, ordinary: bool = False) -> nn.Module:
+        epsilon = {} if ordinary else {"eps": 1e-3}
+        if runs is not None:
+            return _RunsApart(_FeaturesLast(make(features, elementwise_affine=False, **epsilon), 1), features, runs)
+        layer = make(features, **epsilon)
+        return layer if channel_dim == -1 else _FeaturesLast(layer, channel_dim)
+
+    return place
+
+
+def _bn(features: int, channel_dim: int, *, ordinary: bool = False, **more: Any) -> nn.Module:
+    momentum = None if ordinary else 0.01
+    make = _second(lambda runs, features, eps: BatchNorm(runs * features, eps, momentum))
+    return make(features, channel_dim, ordinary=ordinary, **more)
+
+
+def _gn(runs: int, features: int, eps: float) -> nn.Module:
+    return nn.GroupNorm(runs * math.gcd(8, features), runs * features, eps)
 
 
 NORMS: dict[str, Norm] = {
     "bln": _bln,
-    "bn": _second(BatchNorm),
-    "ln": _last(partial(nn.LayerNorm, eps=1e-3)),
-    "gn": _second(lambda features: nn.GroupNorm(math.gcd(8, features), features, eps=1e-3)),
-    "in": _second(InstanceNorm),
-    "rms": _last(partial(nn.RMSNorm, eps=1e-3)),
-    "batchrenorm": _second(BatchRenorm),
-    "none": lambda features, channel_dim: nn.Identity(),
+    "bn": _bn,
+    "ln": _last(nn.LayerNorm),
+    "gn": _second(_gn),
+    "in": _second(lambda runs, features, eps: InstanceNorm(runs * features, eps)),
+    "rms": _last(nn.RMSNorm),
+    "batchrenorm": _second(lambda runs, features, eps: BatchRenorm(runs * features)),
+    "none": lambda features, channel_dim, **more: nn.Identity(),
     **{name: partial(_grouped, name) for name in GROUPS},
     "bln-no-scale": partial(_bln, dim_scale=False),
     "bln-half": partial(_bln, kind=EqualWeights),
+    "bln-pooled": _pooled,
 }
+
+
+def reset_statistics(net: nn.Module) -> None:
+    """Begin new plain averages of population statistics; those with a momentum go on."""
+    for module in net.modules():
+        if isinstance(module, BatchLayerNorm) or (isinstance(module, BatchNorm) and module.momentum is None):
+            module.reset_statistics()

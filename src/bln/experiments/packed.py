@@ -57,7 +57,7 @@ def read(path: Path) -> CIFAR:
 
 
 def _planes(images: _Bytes) -> list[_Bytes]:
-    """Green, red minus green, blue minus green; modulo 256."""
+    """Return green, red minus green and blue minus green, modulo 256."""
     red, green, blue = images[:, 0], images[:, 1], images[:, 2]
     return [green, red - green, blue - green]
 
@@ -68,7 +68,7 @@ def _images(planes: list[_Bytes]) -> _Bytes:
 
 
 def _prediction(left: _Bytes, above: _Bytes, corner: _Bytes) -> _Bytes:
-    """The median of left, above, and left + above - corner."""
+    """Return the median of left, above, and left + above - corner."""
     low, high = np.minimum(left, above), np.maximum(left, above)
     plane = left + above - corner
     found: _Bytes = np.where(corner >= high, low, np.where(corner <= low, high, plane))
@@ -85,7 +85,7 @@ def _coded(plane: _Bytes) -> bytes:
 def _decoded(coded: bytes, count: int) -> _Bytes:
     rest = np.frombuffer(zlib.decompress(coded), np.uint8).reshape(32, 32, count)
     padded = np.zeros((33, 33, count), np.uint8)
-    for row in range(32):  # all images at once, a pixel after the other
+    for row in range(32):  # pixel by pixel, for all images together
         for column in range(32):
             left, above, corner = padded[row + 1, column], padded[row, column + 1], padded[row, column]
             padded[row + 1, column + 1] = rest[row, column] + _prediction(left, above, corner)

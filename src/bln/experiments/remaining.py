@@ -1,4 +1,4 @@
-"""How long runs of different length will still take."""
+"""An estimate of the time that runs of different lengths still take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SEEN = 0.05
 
 
 class TimeLeft:
-    """Estimates the time left from what runs of each task and batch size took.
+    """An estimate of the time left, from what runs of each task and batch size took.
 
     Single samples take many times the steps of batches of 25, so runs per second so far say little of those to come.
     Nothing is said before a run of each task has been seen: a step of one says nothing of a step of another.
@@ -34,11 +34,11 @@ class TimeLeft:
         self._at = clock()
 
     def update(self, done: float) -> None:
-        """Take note that ``done`` runs are done, parts of runs counted."""
+        """Note that ``done`` runs are done; parts of runs count."""
         now, advance = self._clock(), done - self._done
         if advance <= 0:
             return
-        if advance < 1 and int(self._done) < len(self._kinds):  # a whole run at once was finished long before
+        if advance < 1 and int(self._done) < len(self._kinds):  # a jump of a whole run was finished earlier
             kind = self._kinds[int(self._done)]
             seconds, runs = self._spent.get(kind, (0.0, 0.0))
             self._spent[kind] = seconds + now - self._at, runs + advance
@@ -57,7 +57,7 @@ class TimeLeft:
         return max(0.0, total - (self._clock() - self._at))
 
     def _seconds_of(self, kind: tuple[str, int]) -> float | None:
-        """What a run of this kind takes: as seen, or by the steps of another batch size of its task."""
+        """Return what a run of this kind takes: as seen, or scaled by steps from another batch size of its task."""
         seen = {other: s / n for other, (s, n) in self._spent.items() if n >= _SEEN and other[0] == kind[0]}
         if kind in seen:
             return seen[kind]

@@ -1,4 +1,4 @@
-"""Many runs, side by side, and what came out of them together."""
+"""Many runs, side by side, and their lines of the table."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import bln
-
 from .._install import install
-from . import runs
+from . import runs, table
 from .norms import norm
 from .runs import RunError, RunFolder, Settings
 from .tasks import TASKS
@@ -40,7 +37,7 @@ def plan(
     protocol: str = "paper",
     epochs: int | None = None,
 ) -> list[Settings]:
-    """The runs of these tasks; what is ``None`` is as in the paper, which has all the data at batch size 25 alone."""
+    """Return the runs of these tasks. ``None`` is what the paper has: all the data at batch size 25 alone."""
     for size in batch_sizes or ():
         if size < 1:
             raise ValueError(f"a batch size must be at least 1, got {size}")
@@ -71,7 +68,7 @@ def plan(
 
 
 def device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is the GPU where there is one."""
+    """Return the device of that name; ``auto`` is a GPU where the machine has one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -83,7 +80,7 @@ def device(name: str) -> torch.device:
 
 
 Progress = Callable[[float, str], None]
-"""Told how many runs are done, in parts of runs too, and what is going on."""
+"""Called with the number of runs done, fractions included, and what is under way."""
 
 
 def reproduce(
@@ -97,7 +94,7 @@ def reproduce(
     address: str | None = None,
     progress: Progress = lambda done, text: None,
 ) -> dict[Settings, str]:
-    """Bring all runs to their end; returns how each ended. Those that cannot go on do not keep the others.
+    """Bring all runs to their end, and return how each ended. One that cannot go on does not stop the others.
 
     On a GPU runs that differ in the seed alone train together, each on a stream of its own.
 
@@ -137,11 +134,11 @@ def reproduce(
 
 
 TOGETHER = 8
-"""Runs that train together at most: each holds its data on the device."""
+"""The most runs that train together: each holds its data on the device."""
 
 
 def _groups(settings: Sequence[Settings], most: int) -> list[list[Settings]]:
-    """Runs that differ in the seed alone, so many of them at most."""
+    """Return groups of runs that differ in the seed alone, of limited size."""
     alike: dict[Settings, list[Settings]] = {}
     for each in settings:
         alike.setdefault(replace(each, seed=0), []).append(each)
@@ -172,9 +169,9 @@ def _run_alone(
 
 
 _LOST = 5
-"""How often a run whose worker was lost is started again."""
+"""How often a run is started again after its worker was lost."""
 _PATIENCE = 10.0
-"""Seconds for a cluster to answer."""
+"""Seconds that a cluster has to answer."""
 
 
 def _on_ray(
@@ -228,7 +225,7 @@ def _look_for(address: str) -> None:
 
 @contextmanager
 def _watched(settings: Sequence[Settings], out: Path, progress: Progress) -> Iterator[None]:
-    """Report what other processes have done, as far as their folders show it."""
+    """Report the progress of other processes, as their folders show it."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -246,40 +243,29 @@ def _watched(settings: Sequence[Settings], out: Path, progress: Progress) -> Ite
         thread.join()
 
 
-def summarize(out: Path) -> dict[str, Any]:
-    """All runs in a folder as one small record: what the report is made from."""
-    found, machines = [], set()
+def rows(out: Path) -> list[table.Row]:
+    """Return the lines of the table of runs: all runs in a folder, under way or finished."""
+    found = []
     for path in sorted((out / "runs").glob("*/settings.json")):
         read = runs.read_json(path)
         if read is None or read.get("format") != runs.FORMAT:
             continue
         folder = RunFolder(out, Settings(**read["settings"]))
-        result = folder.result()
         lines = folder.metrics()
-        machines.add(
-            f"{read['environment']['gpu'] or read['environment']['processor']}, torch {read['environment']['torch']}"
-        )
         blank = {"status": "running", "best_epoch": None, "test": None, "chosen": None, "configurations": None}
         names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
         found.append(
             {
                 **asdict(folder.settings),
-                "epochs": {name: [_rounded(line[name]) for line in lines] for name in names},
+                "curves": {name: [_rounded(line[name]) for line in lines] for name in names},
                 "seconds": folder.seconds(),
                 "hours": _rounded(sum(folder.seconds()) / 3600),
                 "memory_mib": _mebibytes(folder.memory()),
                 **runs.origin(read["environment"]),
-                **_rounded(result or blank),
+                **_rounded(folder.result() or blank),
             }
         )
-    return {
-        "format": runs.FORMAT,
-        "bln": bln.__version__,
-        "commit": runs.commit(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machines": sorted(machines),
-        "runs": found,
-    }
+    return found
 
 
 def _mebibytes(count: int | None) -> float | None:
@@ -287,7 +273,7 @@ def _mebibytes(count: int | None) -> float | None:
 
 
 def estimate(settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int = 1) -> str:
-    """What the runs that are left take, in a sentence, from a few measured steps of each kind."""
+    """Return what the runs that are left take, in a sentence, from a few measured steps of each kind."""
     found = {each: _epochs_left(out, each) for each in settings}
     left = {each: epochs for each, epochs in found.items() if epochs is not None}
     costs, seconds = {}, 0.0

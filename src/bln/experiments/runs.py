@@ -9,8 +9,8 @@
     best.pt           weights of the epoch with the lowest validation loss
     result.json       written last: a run that has it is finished
 
-Every file is written beside its place, flushed, and moved there. What is read back is checked against a hash first;
-what fails the check is thrown away and made again.
+Every file is written under another name, flushed, and moved to its place. What is read back is checked against a hash
+first; what fails the check is made again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 import bln
 
 FORMAT = 1
-"""Raised when runs of before could not be continued or compared."""
+"""Bump when older runs can no longer be resumed or compared."""
 
 
 class RunError(RuntimeError):
@@ -85,7 +85,7 @@ class RunFolder(Generic[NamedT]):
     # ---- before training
 
     def prepare(self) -> None:
-        """Make the folder, or see that the one there is of the same run and version."""
+        """Make the folder, or check that the existing one is of the same run and version."""
         self.path.mkdir(parents=True, exist_ok=True)
         for stray in self.path.glob(".*.tmp"):
             stray.unlink(missing_ok=True)
@@ -115,12 +115,12 @@ class RunFolder(Generic[NamedT]):
     # ---- while training
 
     def save(self, state: dict[str, Any], metrics: list[dict[str, Any]], seconds: list[float]) -> None:
-        """Keep a whole epoch. The checkpoint goes first: it is what the rest is made from."""
+        """Save a whole epoch. The checkpoint goes first: the rest is made from it."""
         write_tensors(self.path / "checkpoint.pt", {**state, "metrics": metrics, "seconds": seconds})
         self._write_metrics(metrics, seconds)
 
     def load(self, device: torch.device) -> dict[str, Any] | None:
-        """The last whole epoch, or ``None``; metrics are put back to where it stood."""
+        """Return the last whole epoch, or ``None``; metrics are cut back to it."""
         state = read_tensors(self.path / "checkpoint.pt", device)
         self._write_metrics(state["metrics"] if state else [], state["seconds"] if state else [])
         return state
@@ -130,18 +130,18 @@ class RunFolder(Generic[NamedT]):
         write(self.path / "times.jsonl", "".join(json.dumps(second) + "\n" for second in seconds).encode())
 
     def note_memory(self, count: int) -> None:
-        """Keep how many bytes the run needs."""
+        """Save how many bytes the run needs."""
         write(self.path / "memory.json", _json({"bytes": count}))
 
     def memory(self) -> int | None:
-        """How many bytes the run needs, where it has been noted."""
+        """Return how many bytes the run needs, if that was saved."""
         found = read_json(self.path / "memory.json")
         return None if found is None else found.get("bytes")
 
     # ---- after
 
     def finish(self, result: dict[str, Any], best: dict[str, Any] | None) -> None:
-        """Write what came out, and let go of the checkpoint."""
+        """Write the results, and delete the checkpoint."""
         if best is not None:
             write_tensors(self.path / "best.pt", best)
         metrics = (self.path / "metrics.jsonl").read_bytes()
@@ -150,7 +150,7 @@ class RunFolder(Generic[NamedT]):
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
 
     def result(self) -> dict[str, Any] | None:
-        """What came out, or ``None`` unless it and the metrics it belongs to are there unharmed."""
+        """Return the results, or ``None`` unless they and their metrics are there unharmed."""
         try:
             content, metrics = ((self.path / name).read_bytes() for name in ("result.json", "metrics.jsonl"))
         except OSError:
@@ -165,18 +165,18 @@ class RunFolder(Generic[NamedT]):
         return found
 
     def best(self) -> dict[str, Any] | None:
-        """The weights that a finished run has left; ``None`` where they are missing or harmed."""
+        """Return the best weights of a finished run; ``None`` where they are missing or harmed."""
         return read_tensors(self.path / "best.pt", torch.device("cpu"))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of whole epochs."""
+        """Return the metrics of whole epochs."""
         try:
             return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
         except (OSError, ValueError):
             return []
 
     def seconds(self) -> list[float]:
-        """The times of whole epochs."""
+        """Return the seconds of whole epochs."""
         try:
             return [json.loads(line) for line in (self.path / "times.jsonl").read_text().splitlines()]
         except (OSError, ValueError):
@@ -187,7 +187,7 @@ class RunFolder(Generic[NamedT]):
 
 
 def claim(out: Path) -> None:
-    """Make the folder of all runs, or see that the one there is of this version."""
+    """Make the folder of all runs, or check that the existing one is of this version."""
     mine = {"format": FORMAT, "version": bln.__version__}
     found = read_json(out / "version.json")
     if found is None:
@@ -204,7 +204,7 @@ def claim(out: Path) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Put a whole file there, or none."""
+    """Write a file, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -218,7 +218,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def write_tensors(path: Path, state: dict[str, Any]) -> None:
-    """Put tensors there, behind a hash of theirs."""
+    """Write tensors, with their hash in front."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     payload = buffer.getvalue()
@@ -226,7 +226,7 @@ def write_tensors(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Any] | None:
-    """Tensors written by ``write_tensors``; ``None`` where they are missing or harmed."""
+    """Return tensors written by ``write_tensors``; ``None`` where they are missing or harmed."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -242,7 +242,7 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; ``None`` where it is missing or harmed."""
+    """Return a JSON object; ``None`` where it is missing or harmed."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -251,7 +251,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def environment() -> dict[str, Any]:
-    """Where numbers come from: versions, machine, commit, time."""
+    """Return where numbers come from: versions, machine, commit, time."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -265,7 +265,7 @@ def environment() -> dict[str, Any]:
 
 
 def origin(found: dict[str, Any]) -> dict[str, Any]:
-    """Where the numbers of a run come from, as a line of the table has it, of what :func:`environment` has found."""
+    """Return where a run comes from, as the table has it, of what :func:`environment` has found."""
     return {
         "commit": found["commit"],
         "versions": {"bln": bln.__version__, "torch": found["torch"], "python": found["python"]},
@@ -275,7 +275,7 @@ def origin(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def forecast(count: int, seconds: float, memory: int, measured: str) -> str:
-    """What so many runs take, in a sentence."""
+    """Return what ``count`` runs take, in a sentence."""
     time = (
         f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else (
             f"{seconds / 3600:.1f} h"
@@ -293,7 +293,7 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit this package runs from, if it runs from a checkout."""
+    """Return the commit this package runs from, if it runs from a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -90,7 +90,7 @@ class CapturedSteps(Steps):
 
 
 def steps(step: Step, part: Part, size: int) -> Steps:
-    """A step on each mini-batch of a part, in the way of its device."""
+    """Return a step on each mini-batch of a part, captured where it is on a GPU."""
     return (CapturedSteps if part.targets.is_cuda else Steps)(step, part, size)
 
 
@@ -112,7 +112,7 @@ Lane = Callable[[], AbstractContextManager[None]]
 
 
 def lane(device: torch.device) -> Lane:
-    """What keeps one run apart from others in the same process: random numbers of its own; on a GPU, a stream too."""
+    """Return a context for one run of several in a process: its own random numbers and, on a GPU, its own stream."""
     if device.type != "cuda":
         state = torch.get_rng_state()
 

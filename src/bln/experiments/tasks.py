@@ -110,7 +110,7 @@ def _shuffled(count: int, seed: int) -> Tensor:
 
 
 def _divide(count: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Which samples train and which validate: the validation part is taken first, then a fraction of both."""
+    """Return which samples train and which validate. The validation part is taken first, then a fraction of both."""
     order = _shuffled(count, seed)
     validation, train = order[:VALIDATION], order[VALIDATION:]
     train, validation = (part[: round(fraction * len(part))] for part in (train, validation))

@@ -1,4 +1,4 @@
-"""Train runs to their end, from wherever they stand: one alone, or several in turns."""
+"""Train runs to their end, from wherever they stand: alone, or several in turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .steps import Steps, lane, step_bytes, steps
 from .tasks import TASKS, Part, Task, accuracy
 
 Tick = Callable[[float], None]
-"""Told how far the runs have come, from 0 to 1, every now and then."""
+"""Called now and then with the share of the runs that is done."""
 
 
 def train(settings: Settings, out: Path, data_dir: Path, device: torch.device, tick: Tick = lambda done: None) -> str:
@@ -69,7 +69,7 @@ def train_together(
 
 
 Life = Generator[float, None, Any]
-"""Work of a run that pauses after each step and says how far the run has come, from 0 to 1."""
+"""Work of a run that pauses after each step and yields the share that is done."""
 
 
 def _life(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Life:
@@ -83,7 +83,7 @@ def _life(settings: Settings, out: Path, data_dir: Path, device: torch.device) -
 
 
 class _Training:
-    """One run. While it pauses others work: what it sets outside of itself must hold for one step alone."""
+    """The training of one run. Others work while it pauses, so global state must be set anew for each step."""
 
     def __init__(self, settings: Settings, folder: RunFolder[Settings], data_dir: Path, device: torch.device) -> None:
         self.settings, self.folder, self.device = settings, folder, device
@@ -233,21 +233,21 @@ class _Training:
         return result
 
     def configurations(self, part: Part) -> dict[str, tuple[float | None, float | None]]:
-        """Loss and accuracy of all 16."""
+        """Return loss and accuracy of all 16 configurations."""
         batches = part.batches(self.settings.batch_size)
         found = bln.search(self.model, batches, loss=self.task.loss, metrics={"accuracy": accuracy}, progress=False)
         return {str(row.config): (_finite(row.loss), _finite(row.metrics["accuracy"])) for row in found}
 
 
 class Cost(NamedTuple):
-    """What a run takes: seconds for an epoch of training, and bytes."""
+    """The cost of a run: seconds for an epoch of training, and bytes."""
 
     epoch: float
     memory: int
 
 
 _WARM, _TIMED = 4, 5
-"""Steps that are left to compile and capture, and steps that are timed."""
+"""Steps left to compilation and capture, and steps that are timed."""
 
 
 def measure(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Cost:

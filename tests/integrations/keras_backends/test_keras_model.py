@@ -315,6 +315,25 @@ class TestSearch:
             bln.keras.search(trained, [], loss="mse")
         assert {str(layer.config) for layer in bln.keras.layers(trained).values()} == {"FFFF"}
 
+    def test_the_step_may_be_given(self, trained, batches):
+        def step(model, batch):
+            return model.predict_on_batch(batch["x"]), batch["y"]
+
+        given = [{"x": x, "y": y} for x, y in batches]
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        bln.keras.calibrate(trained, given, step=step)
+        calibrated = state(trained)
+        bln.keras.calibrate(trained, batches)
+        for key, value in state(trained).items():
+            np.testing.assert_allclose(calibrated[key], value, err_msg=str(key), **CLOSE)
+        found, expected = (
+            bln.keras.search(trained, each, loss=loss, metrics="accuracy", **options)
+            for each, options in ((given, {"step": step}), (batches, {}))
+        )
+        assert [(row.config, row.loss, row.metrics) for row in found] == [
+            (row.config, row.loss, row.metrics) for row in expected
+        ]
+
     def test_metrics_of_every_kind(self, rng):
         model = keras.Sequential([keras.Input((3,)), BatchLayerNormalization(), keras.layers.Dense(1)])
         batches = [(normal(rng, 6, 3), rng.integers(0, 2, (6, 1)).astype("float32"))]

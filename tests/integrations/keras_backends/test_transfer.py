@@ -13,7 +13,8 @@ from flax import nnx
 import bln
 import bln.flax
 import bln.keras
-from bln._transfer import framework
+from bln._frameworks import framework
+from bln._transfer import read, write
 from through_numpy import numpy
 
 FRAMEWORKS = ("torch", "keras", "flax")
@@ -48,10 +49,6 @@ def infer(layer, x):
     return np.asarray(layer(jnp.asarray(x), use_running_average=True))
 
 
-def read(layer):
-    return framework(layer).read(layer)
-
-
 def assert_same(a, b):
     ours, theirs = read(a), read(b)
     assert ours.config == theirs.config
@@ -67,7 +64,7 @@ def trained(kind, rng, features=3, positions=(4,), **options):
         train(layer, rng.normal(size=(n, *positions, features)).astype(np.float32) * 3 + 1)
     state = read(layer)
     state.tensors.update(scale=torch.randn(features), shift=torch.randn(features))
-    framework(layer).write(layer, state._replace(config=bln.StatisticsConfig.parse("FTFT")))
+    write(layer, state._replace(config=bln.StatisticsConfig.parse("FTFT")))
     return layer
 
 

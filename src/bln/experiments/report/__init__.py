@@ -27,7 +27,7 @@ def write(summary: Mapping[str, Any], folder: Path | str) -> Path:
     """Write ``report.html`` and ``figures/`` (each figure as PNG and SVG).
 
     Args:
-        summary: What ``summary.json`` holds, format 1. Parts of the experiments may be missing: the page says which.
+        summary: What :func:`.summary.collect` makes of a table of runs. The page says what is missing.
         folder: Where to write; it is made if it is not there.
 
     Returns:

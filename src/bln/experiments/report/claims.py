@@ -44,7 +44,7 @@ RULES = (
     "A run that diverged loses against one that finished. Where there is one, seeds decide: all must agree. Where an "
     "accuracy stands by itself, such a run counts as chance.",
     "Lower at each epoch: reproduced when the interval lies on the claimed side at every epoch, not reproduced when it "
-    "lies on the other side at any.",
+    "lies on the other side at any. The difference shown is that of the epoch where it is the worst for the claim.",
     "A group of configurations leads when the lowest test loss in the group lies below the lowest outside it.",
     "The configuration depends on a factor when, for two settings that differ in it alone, the configuration that is "
     "chosen on validation in each has the lower test loss there. It does not when the same one is chosen in both, or "
@@ -69,7 +69,7 @@ class Part:
         row: What is said, of what.
         column: The figure it is judged by.
         verdict: What the figures say.
-        figure: The figure with its interval, as text; empty where nothing has been run.
+        figure: The effect with its interval, as text; empty where nothing has been run.
         note: What one should know about the verdict, such as that there is one seed only.
     """
 
@@ -140,7 +140,7 @@ def _needed(undecided: Sequence[Sequence[float]]) -> str:
 
 
 def _few(n: int) -> str:
-    return f"{'one seed' if n == 1 else f'{n} seeds'}, interval assumed"
+    return f"{'one seed' if n == 1 else f'{n} seeds'}, interval assumed; a spread takes {FEW}"
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
@@ -238,10 +238,11 @@ def _each_epoch(summary: Summary, setting: Setting, rival: str) -> tuple[Verdict
         return run.train_loss[epoch] if epoch < run.epochs else math.nan
 
     verdicts, notes, lower = [], set(), 0
-    open_gains = []
+    open_gains, effects = [], []
     for epoch in range(epochs):
         values = [(loss(a, epoch), loss(b, epoch)) for a, b in runs]
         gains = [_gain(-a, -b) for a, b in values]
+        effects.append(_estimate([a - b for a, b in values]))
         verdict, note = decide(gains, _losses_few([value for pair in values for value in pair], FEW_LOSS))
         verdicts.append(verdict)
         if verdict is Verdict.UNDECIDED and len(gains) >= FEW and all(map(math.isfinite, gains)):
@@ -255,7 +256,10 @@ def _each_epoch(summary: Summary, setting: Setting, rival: str) -> tuple[Verdict
     )  # fmt: skip
     if total is Verdict.UNDECIDED and open_gains:
         notes.add(_needed(open_gains))
-    return total, f"lower in {lower} of {epochs}", ", ".join(sorted(notes - {""}))
+    figure, known = f"lower in {lower} of {epochs}", [each for each in effects if each.n]
+    if known:
+        figure += f", at worst {max(known, key=lambda each: each.mean).text(signed=True)}"
+    return total, figure, ", ".join(sorted(notes - {""}))
 
 
 def _rivals(summary: Summary, protocol: str) -> Iterator[Part]:
@@ -365,12 +369,22 @@ def _differ(first: list[Run], second: list[Run]) -> tuple[Verdict, str, str]:
     figure = f"{own} / {other}"
     if own == other:
         return Verdict.NOT, figure, "the same is chosen"
-    verdicts, notes = set(), set()
+    verdicts, notes, effects = set(), set(), []
+    open_gains = []
     for runs, good, bad in ((first, own, other), (second, other, own)):
         losses = [(run.test_configurations[good].loss, run.test_configurations[bad].loss) for run in runs]
         few = _losses_few([loss for pair in losses for loss in pair], FEW_CONFIGURATION)
-        verdict, note = decide([_gain(-a, -b) for a, b in losses], few)
+        gains = [_gain(-a, -b) for a, b in losses]
+        verdict, note = decide(gains, few)
         verdicts.add(verdict)
-        notes.add(note.replace("a run diverged", "a loss is not a number"))
+        if verdict is Verdict.UNDECIDED and len(gains) >= FEW and all(map(math.isfinite, gains)):
+            open_gains.append(gains)
+        else:
+            notes.add(note.replace("a run diverged", "a loss is not a number"))
+        effects.append(_estimate([a - b for a, b in losses]))
+    if open_gains:
+        notes.add(_needed(open_gains))
+    if all(each.n for each in effects):
+        figure += ": " + " and ".join(each.text(signed=True, digits=4) for each in effects)
     verdict = Verdict.NOT if Verdict.NOT in verdicts else verdicts.pop() if len(verdicts) == 1 else Verdict.UNDECIDED
     return verdict, figure, ", ".join(sorted(notes - {""}))

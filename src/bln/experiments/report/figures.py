@@ -22,6 +22,8 @@ from .summary import Run, Setting, Summary, authors
 _CORNERS = {"FF": "o", "FT": "s", "TF": "^", "TT": "D"}
 """Markers of E_F and Std_F."""
 _MINUS = "\N{MINUS SIGN}"
+_WIDTH = 5.0
+"""Inches. A phone shows such a figure whole, with text of the size it has here."""
 
 
 def mixing() -> Plot:
@@ -35,11 +37,11 @@ def mixing() -> Plot:
         strict=True,
     )
     with styled():
-        figure = Figure(figsize=(6.4, 3.1))
+        figure = Figure(figsize=(_WIDTH, 2.9))
         axes = figure.add_subplot()
         for label, weight, style, above in lines:
             axes.plot(m, weight, color=style.colour, marker=style.marker, markevery=[0, 1, 4, 9, 24, 49], markersize=5)
-            axes.annotate(label, (33, weight[32]), (0, above), textcoords="offset points", color=style.colour)
+            axes.annotate(label, (27, weight[26]), (0, above), textcoords="offset points", color=style.colour)
         axes.set(xlabel="mini-batch size m", ylabel="weight", xlim=(0, 51), ylim=(-0.03, 1.03))
         axes.set_xticks([1, 5, 10, 20, 25, 30, 40, 50])
     return Plot(
@@ -65,8 +67,8 @@ def learning(name: str, caption: str, columns: Sequence[Column]) -> Plot:
     """Loss and accuracy by epoch, one column for each group of runs, on common axes."""
     runs = [run for column in columns for group in column.runs.values() for run in group]
     with styled():
-        alone = len(columns) == 1  # loss and accuracy beside each other
-        figure = Figure(figsize=(7.2, 3.3) if alone else (3.35 * len(columns) + 0.5, 5.6))
+        alone = len(columns) == 1  # loss and accuracy side by side
+        figure = Figure(figsize=(_WIDTH, 2.9) if alone else (max(_WIDTH, 2.2 * len(columns)), 5.6))
         shape = (1, 2) if alone else (2, len(columns))
         grid = figure.subplots(*shape, sharex=True, sharey="none" if alone else "row", squeeze=False).reshape(2, -1)
         losses: list[dict[str, list[float]]] = [{} for _ in columns]
@@ -88,7 +90,7 @@ def learning(name: str, caption: str, columns: Sequence[Column]) -> Plot:
         grid[0, 0].set_ylabel("loss")
         grid[1, 0].set_ylabel("accuracy")
         handles = _handles(list(dict.fromkeys(norm for column in columns for norm in column.runs)), runs)
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.3)
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(columns) + 2, columnspacing=1.3)
     return Plot(name, caption, _told(columns), figure)
 
 
@@ -187,7 +189,7 @@ def _log_axis(row: Sequence[Axes], losses: Sequence[dict[str, list[float]]]) -> 
         off = [f"{name} {min(c):.3g} to {max(c):.3g}" for name, c in curves.items() if min(c) > limit]
         if off:
             axes.annotate(
-                f"\N{UPWARDS ARROW} off the scale: {'; '.join(off)}", (0.985, 0.985), xycoords="axes fraction",
+                "\N{UPWARDS ARROW} off the scale:\n" + "\n".join(off), (0.985, 0.985), xycoords="axes fraction",
                 ha="right", va="top", fontsize=8, color=FAINT,
             )  # fmt: skip
 
@@ -225,13 +227,13 @@ def differences(name: str, caption: str, summary: Summary, settings: Sequence[Se
     several = len({setting.fraction for setting, _ in rows}) > 1
     labels = [
         f"BLN {_MINUS} {look(rival).name}, batch {setting.batch_size}"
-        + (f", {data(setting.fraction)}" if several else "")
+        + (f", {100 * setting.fraction:g} %" if several else "")
         for setting, rival in rows
     ]
     with styled():
-        figure = Figure(figsize=(7.6, 1.9 + 0.56 * len(rows)))
-        grid = figure.subplots(2, 2, sharey=True)
-        for axes, measure in zip(grid.flat, MEASURES, strict=True):
+        figure = Figure(figsize=(_WIDTH, 3.0 + 1.0 * len(rows)))
+        grid = figure.subplots(len(MEASURES), 1)
+        for axes, measure in zip(grid, MEASURES, strict=True):
             axes.axvline(0, color=INK, linewidth=1, zorder=1)
             estimates = [difference(summary, setting, "bln", rival, measure).estimate for setting, rival in rows]
             middle = float(np.median([abs(estimate.mean) for estimate in estimates if estimate.n] or [1.0]))
@@ -276,9 +278,12 @@ def configurations(name: str, caption: str, summary: Summary, settings: Sequence
     if not panels:
         return None
     with styled():
-        figure = Figure(figsize=(3.2 * len(panels) + 0.4, 3.8))
-        grid = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, setting in zip(grid, panels, strict=True):
+        columns, lines = min(2, len(panels)), math.ceil(len(panels) / 2)
+        figure = Figure(figsize=(_WIDTH, 2.6 * lines + 0.9))
+        grid = figure.subplots(lines, columns, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        for axes, setting in zip(grid.flat, panels, strict=False):
             ours = [_centred(run) for run in searched(summary, setting)]
             for config, their in theirs[setting][0].test_configurations.items():
                 estimate = mean_interval([run[config] for run in ours])
@@ -290,11 +295,11 @@ def configurations(name: str, caption: str, summary: Summary, settings: Sequence
             axes.set(title=f"{data(setting.fraction)}, batch {setting.batch_size}", xlabel="authors' test loss")
             axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-        grid[0].set_ylabel("our test loss, minus the run's mean")
+        figure.supylabel("our test loss, minus the run's mean", fontsize=9.5)
         handles = [Line2D([], [], color=colour, linewidth=5, label=f"{pair}xx") for pair, colour in PAIRS.items()]
         for pair, marker in _CORNERS.items():
             handles.append(Line2D([], [], color=INK, marker=marker, markerfacecolor="none", ls="", label=f"xx{pair}"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=8 if len(panels) > 1 else 4, handlelength=1.3)
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.3)
     where = ", ".join(f"{data(setting.fraction)} at batch {setting.batch_size}" for setting in panels)
     alt = f"Scatter plots of the test loss of the 16 configurations, ours against the authors': {where}. "
     return Plot(name, caption, alt + "The tables hold the figures.", figure)
@@ -320,13 +325,13 @@ def batch_sizes(name: str, caption: str, points: Points, called: Mapping[str, st
     """Test accuracy against batch size, one line for each norm, called by these names or as everywhere."""
     sizes, told = sizes_of(points), []
     with styled():
-        figure = Figure(figsize=(7, 4.3))
+        figure = Figure(figsize=(_WIDTH, 3.7))
         axes = figure.add_subplot()
         for at, (norm, found) in enumerate(points.items()):
             style = look(norm)
             style = style._replace(name=(called or {}).get(norm, style.name))
             known = {size: estimate for size, estimate in sorted(found.items()) if estimate.n}
-            shift = 1.03 ** (at - (len(points) - 1) / 2)  # error bars beside each other
+            shift = 1.03 ** (at - (len(points) - 1) / 2)  # error bars side by side
             error = [
                 _error(estimate) or [[math.nan], [math.nan]] for estimate in known.values()
             ]  # no cap without a bar
@@ -339,7 +344,7 @@ def batch_sizes(name: str, caption: str, points: Points, called: Mapping[str, st
             told.append(f"{style.name}: {words or 'no finished run'}")
         _size_axis(axes, sizes)
         axes.set(xlabel="batch size", ylabel="test accuracy")
-        figure.legend(loc="outside lower center", ncols=4)
+        figure.legend(loc="outside lower center", ncols=2 if len(points) < 5 else 3)
     return Plot(name, caption, "Test accuracy against batch size. " + "; ".join(told) + ".", figure)
 
 
@@ -353,7 +358,7 @@ def margins(name: str, caption: str, norm: str, found: Mapping[int, tuple[str, E
     """Differences to a rival in test accuracy against batch size, in points; between the dotted lines lies "level"."""
     told = []
     with styled():
-        figure = Figure(figsize=(7, 3.2))
+        figure = Figure(figsize=(_WIDTH, 2.9))
         axes = figure.add_subplot()
         axes.axhline(0, color=INK, linewidth=1, zorder=1)
         for bound in (-margin, margin):

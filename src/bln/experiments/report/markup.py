@@ -55,7 +55,7 @@ def figure(plot: Plot) -> Html:
     """A figure with its caption and, for those who do not see it, its description."""
     width = 72 * plot.figure.get_figwidth()
     svg = plot.inline().replace("<svg ", f'<svg role="img" aria-label="{html.escape(plot.alt)}" id="{plot.name}" ', 1)
-    svg = svg.replace("<svg ", f'<svg style="max-width:{1.6 * width:.0f}px;min-width:{1.05 * width:.0f}px" ', 1)
+    svg = svg.replace("<svg ", f'<svg style="max-width:{1.6 * width:.0f}px" ', 1)
     files = join((tag("a", kind, href=f"figures/{plot.name}.{kind.lower()}") for kind in ("PNG", "SVG")), " ")
     caption = tag("figcaption", plot.caption, " ", tag("span", files, class_="files"))
     return tag("figure", scrolling(Html(svg), plot.name), caption)
@@ -133,9 +133,10 @@ thead th { border-bottom:2px solid var(--soft); }
 .bad { color:var(--bad); background:var(--bad-back); border-color:transparent; }
 .mixed { color:var(--mixed); background:var(--mixed-back); border-color:transparent; }
 .configurations td { padding:.18em .7em; white-space:nowrap; }
-.configurations .t, .configurations .f { color:#000; text-align:center; border:1px solid var(--back); min-width:4em; }
-.configurations .t { background:#00b050; }
-.configurations .f { background:#ff0000; }
+.configurations .t, .configurations .f { color:#1f2328; text-align:center; min-width:3em;
+  border:1px solid var(--back); }
+.configurations .t { background:#c6dbef; }
+.configurations .f { background:#f2dfc0; }
 .first { font-weight:700; }
 details { margin:1em 0; }
 summary { cursor:pointer; font-weight:600; }

@@ -73,7 +73,16 @@ def _head(summary: Summary, digits_alone: bool) -> Html:
     states = state(summary.runs) if summary.runs else "none"
     facts = [f"bln {summary.version}", f"commit {summary.commit}" if summary.commit else "", summary.created]
     facts += [", ".join(summary.machines), f"runs: {states}"]
-    return join([tag("h1", _title(digits_alone)), tag("p", " · ".join(filter(None, facts)), class_="meta")])
+    heading = tag("h1", _title(digits_alone))
+    return join([heading, tag("p", " · ".join(filter(None, facts)), class_="meta"), tag("p", _WORDS, class_="note")])
+
+
+_WORDS = (
+    "BLN: Batch Layer Normalization. BN, LN, GN: BatchNorm, LayerNorm, GroupNorm. A configuration such as TTFF says "
+    "which statistics BLN uses in inference: T the population's, kept from training, F the current mini-batch's. The "
+    "order is E_B, Std_B (mean and deviation over the mini-batch), E_F, Std_F (mean and deviation over features)."
+)
+"""Each abbreviation, once."""
 
 
 def _verdicts(summary: Summary, protocols: Sequence[str]) -> Html:
@@ -144,9 +153,9 @@ def _curves(summary: Summary, task: str, protocol: str) -> Iterator[Plot]:
         if beside:
             columns.append(Column("authors, one seed", theirs))
         caption = (
-            f"Figure {paper}, {data(setting.fraction)}, batch {setting.batch_size}, protocol {protocol}. Shaded: 95 % "
-            "t interval of the mean over seeds. Hollow markers: test set, with the weights of the epoch with the "
-            "lowest validation loss. Validation of BLN is under FFFF."
+            f"Figure {paper}, {TITLES[task]}, {data(setting.fraction)}, batch {setting.batch_size}, protocol "
+            f"{protocol}. Shaded: 95 % t interval of the mean over seeds. Hollow markers: test set, with the weights "
+            "of the epoch with the lowest validation loss. Validation of BLN is under FFFF."
         )
         if not beside:
             caption += " The authors' curves of this setting are not known."
@@ -157,7 +166,10 @@ def _curves(summary: Summary, task: str, protocol: str) -> Iterator[Plot]:
 def _differences(summary: Summary, task: str, protocol: str, show: Show) -> Iterator[Html]:
     settings = summary.settings(task, protocol)
     yield tag("h3", "BLN minus its rivals")
-    caption = "Paired differences (same seed) with 95 % intervals. Hollow: one seed, no interval."
+    caption = (
+        f"BLN minus its rivals, {TITLES[task]}, protocol {protocol}. Paired differences (same seed) with 95 % "
+        "intervals. Hollow: one seed, no interval."
+    )
     plot = figures.differences(_slug("differences", task, protocol), caption, summary, settings)
     if plot is None:
         yield tag("p", "Nothing can be paired yet: this takes BLN and BN or LN with the same seed.")
@@ -191,7 +203,10 @@ def _configurations(summary: Summary, task: str, protocol: str, show: Show) -> I
     )
     yield tag("h3", f"The 16 configurations (table {_PAPER_TABLE[task]})")
     yield tag("ul", *(tag("li", note) for note in _NOTES))
-    caption = "Test loss of each configuration, ours against the authors'. Bars: 95 % t interval over seeds."
+    caption = (
+        f"The 16 configurations, {TITLES[task]}, protocol {protocol}. Test loss of each, ours against the authors'. "
+        "Bars: 95 % t interval over seeds."
+    )
     yield show(figures.configurations(_slug("configurations", task, protocol), caption, summary, settings))
     for setting in settings:
         validated = _validated(summary, setting)
@@ -203,7 +218,7 @@ def _configurations(summary: Summary, task: str, protocol: str, show: Show) -> I
 
 
 _NOTES = (
-    "T (True) is the population's statistic, F (False) the current mini-batch's. Colours and order are the paper's.",
+    "The order is the paper's.",
     "The ranking is by loss on the test set, which is the paper's protocol. Ours was chosen on validation data: the "
     "column says in how many seeds each configuration was.",
     "The authors' TFxx and xxTF rows measure the deviation around the current mean, ours around the chosen mean, as "
@@ -228,7 +243,7 @@ def _configuration_table(summary: Summary, setting: Setting, title: str) -> Html
     rows = []
     for at, config in enumerate(order, 1):
         first = {"class_": "first"} if runs and ranks[config] == 1 else {}
-        cells = [str(at) if theirs else "", *map(_switch, config)]
+        cells = [str(at) if theirs else "", tag("code", config), *map(_switch, config)]
         cells += [number(value, digits=4) for value in theirs[config]] if theirs else ["", ""]
         if runs:
             cells += [tag("td", number(value, digits=4), **first) for value in ours[config]]
@@ -240,7 +255,7 @@ def _configuration_table(summary: Summary, setting: Setting, title: str) -> Html
             cells += [""] * 4
         rows.append(cells)
     text = where + ("Not run here: the authors' figures alone." if not runs else _agreement(runs, ours, theirs))
-    head = ["authors' rank", *_STATISTICS, "authors' test loss", "authors' test accuracy"]
+    head = ["authors' rank", "configuration", *_STATISTICS, "authors' test loss", "authors' test accuracy"]
     head += ["our test loss", "our test accuracy", "our rank", "chosen on validation"]
     return table(text, head, rows, "configurations")
 
@@ -250,7 +265,7 @@ def _last(loss: float) -> float:
 
 
 def _switch(letter: str) -> Html:
-    return tag("td", "True" if letter == "T" else "False", class_=letter.lower())
+    return tag("td", letter, class_=letter.lower())
 
 
 def _mean_score(runs: Sequence[Run], config: str) -> Score:
@@ -288,7 +303,8 @@ def _resnet(summary: Summary) -> Iterator[Plot]:
                 if run.setting in same and run.status == "diverged"
             ]
             caption = (
-                f"Test accuracy against batch size, {data(fraction)}, protocol {protocol}; 95 % t intervals where "
+                f"Test accuracy against batch size, {TITLES['resnet']}, {data(fraction)}, protocol {protocol}. 95 % t "
+                "intervals where "
             )
             caption += "there are several seeds." + (f" Diverged: {', '.join(broken)}." if broken else "")
             points = {
@@ -346,10 +362,15 @@ def _ranked(runs: Sequence[Run], opened: bool) -> Html:
     parts = ["validation", "test"] if all(run.test_configurations for run in runs) else ["validation"]
     shown = [(part, what) for part in parts for what in ("loss", "accuracy")]
     rows = [
-        [str(at), *map(_switch, config), *(number(mean(part, config, what), digits=4) for part, what in shown)]
+        [
+            str(at),
+            tag("code", config),
+            *map(_switch, config),
+            *(number(mean(part, config, what), digits=4) for part, what in shown),
+        ]
         for at, config in enumerate(order, 1)
     ]
-    head = ["", *_STATISTICS, *(f"{part} {what}" for part, what in shown)]
+    head = ["", "configuration", *_STATISTICS, *(f"{part} {what}" for part, what in shown)]
     title = tag("summary", f"The 16 configurations at batch {runs[0].setting.batch_size}")
     text = f"By validation loss, mean over seeds. Chosen: {chosen(list(runs))}."
     return tag("details", title, table(text, head, rows, "configurations"), **({"open": ""} if opened else {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,13 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from .. import table as table_of_runs
 from .statistics import Estimate, mean_interval, paired_interval
 from .style import FAINT, INK, Plot, look, styled
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-FORMAT = 1
 BLN, OTHERS = {"bn": "BatchNorm net", "bln-grouped": "grouped BLN net"}, ("gn", "ln")
 """Nets whose statistics can come from the request, and nets whose cannot."""
 NAMES = {"T": "`T`", "64": "k = 64", "16": "k = 16", "4": "k = 4", "F": "`F`"}
@@ -52,7 +51,7 @@ VALIDATION = Where("validation")
 
 
 class Results(NamedTuple):
-    """What ``shift.jsonl`` holds."""
+    """All answers, and what they have in common."""
 
     header: Mapping[str, Any]
     lines: Sequence[Mapping[str, Any]]
@@ -116,15 +115,33 @@ class Results(NamedTuple):
 
 
 def read(path: Path) -> Results:
-    """Read ``shift.jsonl``."""
-    try:
-        header, *lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-        known = header["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} has no results of the study: {error}; `bln reproduce shift` writes them") from None
-    if known != FORMAT:
-        raise ValueError(f"{path} is of format {known}, this version reads {FORMAT}; run `bln reproduce shift` again")
+    """Read the nets of the study in a table of runs."""
+    rows = _rows(path)
+    if not rows:
+        raise ValueError(f"{path} has no results of the study: `bln reproduce shift` writes them")
+    common = ("samples", "epochs", "batch_size", "learning_rate"), ("questions", "configurations")
+    first = rows[0]
+    for row in rows:
+        for name in (*common[0], *common[1]):
+            if row[name] != first[name]:
+                raise ValueError(f"{path} has nets with {name} {first[name]} and {row[name]}; keep those of one study")
+    header: dict[str, Any] = {
+        "recipe": {name: first[name] for name in common[0]},
+        **{name: first[name] for name in common[1]},
+    }
+    header["hours"] = sum(row["hours"] for row in rows)
+    header["commit"] = ", ".join(sorted({str(row["commit"])[:10] for row in rows}))
+    lines = [{"norm": row["norm"], "seed": row["seed"], **answer} for row in rows for answer in row["answers"]]
     return Results(header, lines)
+
+
+def read_choices(path: Path) -> list[Mapping[str, Any]]:
+    """Read what was chosen without labels, and how well signs tell kinds of requests apart."""
+    return [{"seed": row["seed"], **choice} for row in _rows(path) for choice in row["choices"]]
+
+
+def _rows(path: Path) -> list[table_of_runs.Row]:
+    return [row for row in table_of_runs.read(path) if row["task"] == "shift"]
 
 
 def write(results: Results, folder: Path) -> Path:
@@ -147,11 +164,6 @@ def write(results: Results, folder: Path) -> Path:
 def shown(results: Results) -> list[str]:
     """The norms whose nets can take statistics from requests."""
     return [norm for norm in results.norms if norm in BLN]
-
-
-def read_choices(path: Path) -> list[Mapping[str, Any]]:
-    """Read ``choice.jsonl``: what was chosen without labels, and how well signs tell kinds of requests apart."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 # ---- tables: their head, and their rows
@@ -192,7 +204,7 @@ def when_sorted(results: Results, norm: str) -> Table:
 
 
 def when_chosen(results: Results, choices: Sequence[Mapping[str, Any]], norm: str) -> Table:
-    """The accuracy with the prior that unlabelled requests choose, beside ``T`` and a prior of 16."""
+    """The accuracy with ``T``, with a prior of 16, and with the prior that unlabelled requests choose."""
     rows = []
     for corrupted, arrangement in ((True, "shuffled"), (True, "sorted"), (False, "shuffled"), (False, "sorted")):
         severity = results.severity if corrupted else None
@@ -298,7 +310,7 @@ def table(results: Results) -> Group:
         for name in head:
             found.add_column(name.replace("`", ""))
         for row in rows:
-            means = (cell.strip("*").partition(" ±")[0] for cell in row)  # intervals do not fit beside them
+            means = (cell.strip("*").partition(" ±")[0] for cell in row)  # there is no room for intervals
             styles = ("bold" * cell.startswith("**") for cell in row)
             found.add_row(*(Text(mean, style=style) for mean, style in zip(means, styles, strict=True)))
         parts.append(found)
@@ -332,8 +344,8 @@ def lines(results: Results, norms: Sequence[str]) -> Plot:
     """Accuracy under shift against request size, a panel for each net."""
     told = []
     with styled():
-        figure = Figure(figsize=(3.7 * len(norms) + 0.4, 4.1))
-        panels = figure.subplots(1, len(norms), sharey=True, squeeze=False)[0]
+        figure = Figure(figsize=(5, 2.7 * len(norms) + 0.8))
+        panels = figure.subplots(len(norms), 1, sharex=True, squeeze=False)[:, 0]
         for axes, norm in zip(panels, norms, strict=True):
             told.append(f"{BLN[norm]}: {_draw(axes, results, norm, SHIFTED)}")
             axes.set_title(BLN[norm])
@@ -344,8 +356,7 @@ def lines(results: Results, norms: Sequence[str]) -> Plot:
                     axes.axhline(value, color=style.colour, linewidth=1.1, linestyle=(0, (4, 2)), zorder=1)
                 panels[0].plot([], [], color=style.colour, linestyle=(0, (4, 2)), label=f"{style.name} net")
                 told.append(f"{style.name} net {value:.2f}")
-        panels[0].set_ylabel("accuracy on corrupted images")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, columnspacing=1.2)
+        _label(figure, list(panels), "accuracy on corrupted images")
     return Plot(
         "requests",
         "Accuracy on corrupted images, mean of 15 corruptions and their severities, against the size of a request.",
@@ -358,20 +369,27 @@ def arrivals(results: Results, norm: str) -> Plot:
     """Accuracy on clean images against request size, where requests come shuffled and sorted by label."""
     told = []
     with styled():
-        figure = Figure(figsize=(7.8, 4.1))
-        panels = figure.subplots(1, 2, sharey=True)
+        figure = Figure(figsize=(5, 6.2))
+        panels = figure.subplots(2, 1, sharex=True)
         for axes, arrangement in zip(panels, ("shuffled", "sorted"), strict=True):
             where = Where("test", arrangement, False)
             told.append(f"{arrangement}: {_draw(axes, results, norm, where)}")
             axes.set_title("shuffled" if arrangement == "shuffled" else "sorted by label")
-        panels[0].set_ylabel("accuracy on clean images")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, columnspacing=1.2)
+        _label(figure, panels, "accuracy on clean images")
     return Plot(
         "arrivals",
         f"Accuracy of the {BLN[norm]} on clean images against the size of a request, by how images arrive.",
         "Line charts of accuracy on clean images against request size. " + "; ".join(told) + ".",
         figure,
     )
+
+
+def _label(figure: Figure, panels: Sequence[Axes], height: str) -> None:
+    """Name both axes, and what the lines are."""
+    for axes in panels:
+        axes.set_ylabel(height)
+    panels[-1].set_xlabel("images in a request")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, columnspacing=1.2)
 
 
 def _draw(axes: Axes, results: Results, norm: str, where: Where) -> str:
@@ -388,7 +406,6 @@ def _draw(axes: Axes, results: Results, norm: str, where: Where) -> str:
     axes.set_xscale("log")
     axes.set_xticks(results.sizes, [str(size) for size in results.sizes])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("images in a request")
     axes.set_ylim(bottom=0)
     return ", ".join(told)
 
@@ -398,7 +415,7 @@ def heat_map(results: Results, norm: str, sizes: Sequence[int] = (1, 16, 250)) -
     names, rows = list(results.configurations), corruptions(results)
     sizes = [size for size in sizes if size in results.sizes] or results.sizes[-1:]
     with styled():
-        figure = Figure(figsize=(2.9 * len(sizes) + 1.6, 0.31 * len(rows) + 1.5))
+        figure = Figure(figsize=(1.6 * len(sizes) + 1.2, 0.31 * len(rows) + 1.9))
         panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
         for axes, size in zip(panels, sizes, strict=True):
             wheres = [SHIFTED._replace(corruption=corruption) for corruption in rows]
@@ -407,13 +424,19 @@ def heat_map(results: Results, norm: str, sizes: Sequence[int] = (1, 16, 250)) -
             drawn = axes.imshow(gains, cmap="RdBu", vmin=-0.4, vmax=0.4, aspect="auto")
             for (row, column), value in np.ndenumerate(found):
                 ink = "white" if abs(gains[row, column]) > 0.28 else INK
-                axes.text(column, row, f"{value:.2f}".lstrip("0"), ha="center", va="center", fontsize=7.5, color=ink)
-            axes.set_xticks(range(len(names)), [NAMES.get(name, name).strip("`") for name in names])
-            axes.set_title(f"requests of {size}")
+                axes.text(column, row, f"{value:.2f}".lstrip("0"), ha="center", va="center", fontsize=6.5, color=ink)
+            axes.set_xticks(range(len(names)), names)
+            axes.set_title(f"{size} in a request")
             axes.grid(visible=False)
             axes.tick_params(length=0)
         panels[0].set_yticks(range(len(rows)), [row.replace("_", " ") for row in rows])
-        figure.colorbar(drawn, ax=list(panels), label="accuracy minus that of T", shrink=0.7)
+        figure.colorbar(
+            drawn,
+            ax=list(panels),
+            location="bottom",
+            label="accuracy minus that of T; columns: T, prior strengths, F",
+            shrink=0.7,
+        )
     return Plot(
         "corruptions",
         f"Accuracy of the {BLN[norm]} under each corruption, mean of severities; blue gains over `T`, red loses.",

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import table as table_of_runs
 from ..sizes import study
-from ..sizes.training import TASKS, Task
+from ..sizes.tasks import TASKS, Task
+from ..table import Row
 from . import figures
 from .markup import Html, badge, document, figure, join, table, tag
 from .statistics import Estimate, mean_interval, number, paired_interval, seeds_in_words, seeds_to_decide
@@ -21,17 +23,34 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 OURS = "bln-grouped"
-"""The form that the claim is about."""
-RIVALS = ("bn", "gn", "ln", "batchrenorm")
+"""The recommended form for images."""
+FORMS = (OURS, "bln", "bln-pooled")
+"""The forms of BLN. The claim is about the first that a task names; see :attr:`Results.ours`."""
+RIVALS = ("bn", "gn", "ln", "rms", "batchrenorm")
 MARGIN = 0.01
 """Norms are level where the whole interval of their difference in accuracy lies within this."""
-TITLES = {
-    "resnet20": "ResNet-20 on CIFAR-10",
-    "digits-resnet": "a small residual net on handwritten digits",
-}
+
+
+class Words(NamedTuple):
+    """What a task is called, the folder of its report, and what its samples, their positions and its recipe are."""
+
+    title: str
+    folder: str
+    samples: str
+    position: str
+    varied: str
+
+
+WORDS = {
+    "resnet20": Words("ResNet-20 on CIFAR-10", "resnet", "images", "pixel", ", with random crops and mirror images"),
+    "digits-resnet": Words(
+        "a small residual net on handwritten digits", "digits", "images", "pixel", ", with random crops"
+    ),
+    "transformer": Words("a small transformer on IMDB", "transformer", "reviews", "token", ""),
+}  # fmt: skip
 NAMES = {
     "bln": "BLN as published", "bln-grouped": "BLN grouped", "bn": "BatchNorm", "gn": "GroupNorm", "ln": "LayerNorm",
-    "batchrenorm": "Batch Renormalization",
+    "batchrenorm": "Batch Renormalization", "rms": "RMSNorm", "bln-pooled": "BLN pooled",
 }  # fmt: skip
 
 
@@ -40,25 +59,50 @@ def name(norm: str) -> str:
     return NAMES.get(norm) or look(norm).name
 
 
-RULES = (
-    "At each batch size BLN grouped is compared with the other norm that has the highest mean test accuracy there, by "
-    "differences paired by seed, with the wider of the t interval and the paired bootstrap, 95 % each.",
-    f"It is ahead where the interval lies above 0, behind where it lies below, level where it lies within "
-    f"± {MARGIN:g}, and undecided otherwise. Then it is said how many seeds would decide, if mean and spread stay.",
-    "The claim holds where it is ahead or level at every batch size, and does not where it is behind at any.",
-)
+def rules(ours: str) -> tuple[str, ...]:
+    """How the claim about this form of BLN is judged."""
+    return (
+        f"At each batch size {name(ours)} is compared with the other norm that has the highest mean test accuracy "
+        "there, by differences paired by seed, with the wider of the t interval and the paired bootstrap, 95 % each.",
+        f"It is ahead where the interval lies above 0, behind where it lies below, level where it lies within "
+        f"± {MARGIN:g}, and undecided otherwise. Then it is said how many seeds would decide, if mean and spread stay.",
+        "The claim holds where it is ahead or level at every batch size, and does not where it is behind at any.",
+    )
 
 
 class Results:
     """The runs of one net, and what follows from them."""
 
-    def __init__(self, task: str, images: int, epochs: int, rows: Sequence[study.Row]) -> None:
-        self.task, self.images, self.epochs, self.rows = task, images, epochs, rows
+    def __init__(self, task: str, samples: int, epochs: int, rows: Sequence[Row]) -> None:
+        self.task, self.samples, self.epochs, self.rows = task, samples, epochs, rows
+
+    @property
+    def words(self) -> Words:
+        """What this task's things are called."""
+        return WORDS[self.task]
 
     @property
     def title(self) -> str:
         """What was trained on what."""
-        return TITLES[self.task]
+        return self.words.title
+
+    @cached_property
+    def ours(self) -> str:
+        """The form of BLN that the claim is about: grouped for images; elsewhere the best on validation data."""
+        forms = [norm for norm in FORMS if norm in self.norms]
+        if self.words.position == "pixel" or len(forms) < 2:
+            return forms[0] if forms else FORMS[0]
+        return next(iter(self.by_validation(forms)), forms[0])
+
+    def by_validation(self, norms: Sequence[str]) -> dict[str, float]:
+        """Validation accuracy of these norms, mean over the batch sizes all were run at; the best first."""
+        shared = [size for size in self.sizes if all(self.chosen(norm, size) for norm in norms)]
+        means = {
+            norm: sum(self.estimate(norm, size, "validation").mean for size in shared) / len(shared)
+            for norm in norms
+            if shared
+        }
+        return dict(sorted(means.items(), key=lambda item: -item[1]))
 
     @property
     def recipe(self) -> Task:
@@ -66,8 +110,8 @@ class Results:
         return TASKS[self.task]
 
     @cached_property
-    def _cells(self) -> dict[tuple[str, int], list[study.Row]]:
-        found: dict[tuple[str, int], list[study.Row]] = {}
+    def _cells(self) -> dict[tuple[str, int], list[Row]]:
+        found: dict[tuple[str, int], list[Row]] = {}
         for row in self.rows:
             found.setdefault((row["norm"], row["batch_size"]), []).append(row)
         return found
@@ -90,7 +134,7 @@ class Results:
         """The learning rate that was chosen on validation data."""
         return study.best_rate(self._cells[norm, size])
 
-    def chosen(self, norm: str, size: int) -> dict[int, study.Row]:
+    def chosen(self, norm: str, size: int) -> dict[int, Row]:
         """The runs with the chosen learning rate, by seed."""
         if (norm, size) not in self._cells:
             return {}
@@ -116,22 +160,22 @@ class Results:
             if norm in self.norms
         }
 
-    def differences(self, size: int, rival: str, norm: str = OURS) -> list[float]:
-        """The norm minus its rival in test accuracy, for each seed that both have."""
-        own, other = self.accuracies(norm, size), self.accuracies(rival, size)
+    def differences(self, size: int, rival: str) -> list[float]:
+        """Our form minus a rival in test accuracy, for each seed that both have."""
+        own, other = self.accuracies(self.ours, size), self.accuracies(rival, size)
         return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How BLN grouped stands at one batch size.
+    """How our form of BLN stands at one batch size.
 
     Attributes:
         size: The batch size.
         rival: The best other norm.
         difference: In test accuracy, paired by seed.
         verdict: ``ahead``, ``level``, ``behind`` or ``undecided``.
-        seeds: How many would decide, where it is undecided and as many as 1,000 would.
+        seeds: How many would decide, where it is undecided; ``None`` beyond 1,000.
     """
 
     size: int
@@ -153,12 +197,12 @@ class Standing:
 
 
 def standings(results: Results) -> list[Standing]:
-    """BLN grouped against the best other norm, batch size by batch size."""
+    """Compare our form of BLN with the best other norm, batch size by batch size."""
     found = []
     for size in results.sizes:
         others = {norm: results.estimate(norm, size) for norm in RIVALS}
         others = {norm: each for norm, each in others.items() if each.n}
-        if not others or not results.accuracies(OURS, size):
+        if not others or not results.accuracies(results.ours, size):
             continue
         rival = max(others, key=lambda norm: others[norm].mean)
         values = results.differences(size, rival)
@@ -179,7 +223,7 @@ def _stand(size: int, rival: str, values: Sequence[float]) -> Standing:
 
 
 def verdict(found: Sequence[Standing]) -> str:
-    """Whether BLN grouped is ahead of or level with the best other norm at every batch size."""
+    """Whether our form is ahead of or level with the best other norm at every batch size."""
     kinds = {each.verdict for each in found}
     if "behind" in kinds:
         return "does not hold"
@@ -190,12 +234,12 @@ def claim(results: Results) -> str:
     """What is judged, of the norms that were run."""
     names = [name(norm) for norm in RIVALS if norm in results.norms]
     best = f"the best of {_listed(names)}" if len(names) > 1 else names[0] if names else "every other norm"
-    return f"BLN grouped is ahead of or level with {best} at every batch size"
+    return f"{name(results.ours)} is ahead of or level with {best} at every batch size"
 
 
 def sentences(results: Results) -> tuple[str, str]:
     """Write two plain sentences: what came out, and what it says of the claim."""
-    main = [norm for norm in (OURS, "bln", *RIVALS) if norm in results.norms]
+    main = [norm for norm in (*FORMS, *RIVALS) if norm in results.norms]
     parts = []
     for size in results.sizes:
         known = [(norm, results.estimate(norm, size)) for norm in main]
@@ -218,28 +262,35 @@ def _listed(words: Sequence[str]) -> str:
 def groups(results: Results) -> dict[str, float]:
     """The validation accuracy of each number of groups, mean over the batch sizes all were run at; the best first."""
     names = [norm for norm in results.norms if norm.startswith("bln-g")]
-    shared = [size for size in results.sizes if all(results.chosen(norm, size) for norm in names)]
-    if len(names) < 2 or not shared:
-        return {}
-    means = {
-        norm: sum(results.estimate(norm, size, "validation").mean for size in shared) / len(shared) for norm in names
-    }
-    return dict(sorted(means.items(), key=lambda item: -item[1]))
+    return results.by_validation(names) if len(names) > 1 else {}
+
+
+def advice(results: Results) -> str:
+    """Return one sentence: whether to use BLN in this net, by the sizes at which the runs decide."""
+    net, found = results.title, standings(results)
+    sizes = {kind: [str(each.size) for each in found if each.verdict == kind] for kind in ("ahead", "undecided")}
+    if behind := [each for each in found if each.verdict == "behind"]:
+        return f"Do not use BLN in {net}: it is {behind[0].text()}."
+    if not sizes["ahead"]:
+        return f"Do not use BLN in {net}: nothing here shows that it helps."
+    if sizes["undecided"]:
+        ahead, open_at = (" and ".join(sizes[kind]) for kind in ("ahead", "undecided"))
+        return f"In {net} BLN is ahead at batch {ahead}; at batch {open_at} these runs do not decide."
+    return f"BLN helps in {net}."
 
 
 # ---- reading
 
 
 def read(path: Path) -> list[Results]:
-    """The results of a table, one for each net, number of images and number of epochs."""
+    """Return the results of a table, one for each net, number of samples and number of epochs."""
     try:
-        rows = study.read(path)
-        kinds: dict[tuple[str, int, int], list[study.Row]] = {}
-        for row in rows:
+        kinds: dict[tuple[str, int, int], list[Row]] = {}
+        for row in table_of_runs.read(path):
             if row["task"] in TASKS:
                 study.key(row)
-                kinds.setdefault((row["task"], row["images"], row["epochs"]), []).append(row)
-    except (ValueError, KeyError, TypeError) as error:
+                kinds.setdefault((row["task"], row["samples"], row["epochs"]), []).append(row)
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a table of runs: {error}; `bln reproduce` writes one") from None
     return [Results(*kind, own) for kind, own in kinds.items()]
 
@@ -278,7 +329,7 @@ def _page(results: Results, plots: list[Plot]) -> Iterator[Html]:
         yield show(plot)
     yield _accuracy_table(results)
     if stands:
-        yield tag("h2", "BLN grouped minus the best other norm")
+        yield tag("h2", f"{name(results.ours)} minus the best other norm")
         yield tag("p", claim(results) + ": ", badge(verdict(stands)))
         rows = [
             [str(s.size), name(s.rival), s.difference.text(signed=True), str(s.difference.n), badge(s.verdict),
@@ -287,12 +338,12 @@ def _page(results: Results, plots: list[Plot]) -> Iterator[Html]:
         ]  # fmt: skip
         head = ["batch", "best other", "difference [95 % interval]", "seeds", "verdict", ""]
         yield table("Differences in test accuracy, paired by seed.", head, rows, "results")
-        yield tag("ul", *(tag("li", rule) for rule in RULES))
+        yield tag("ul", *(tag("li", rule) for rule in rules(results.ours)))
     if means := groups(results):
         words = _listed([f"{number(mean)} with {name(norm)}" for norm, mean in means.items()])
         yield tag("p", f"Numbers of groups by validation accuracy, mean over batch sizes: {words}.")
     yield tag("h2", "How it was run")
-    yield tag("p", _recipe(results))
+    yield tag("p", recipe(results))
     yield _cost_table(results)
 
 
@@ -304,11 +355,11 @@ def pictures(results: Results) -> list[Plot]:
     found = [figures.batch_sizes(f"{prefix}-accuracy", caption, results.points(main), NAMES)]
     if stands := [each for each in standings(results) if each.difference.n]:
         caption = (
-            "BLN grouped minus the best other norm, which stands above, in points of test accuracy; 95 % intervals of "
-            f"differences paired by seed. Dotted: ± {100 * MARGIN:g}, within which norms are level."
+            f"{name(results.ours)} minus the best other norm, which stands above, in points of test accuracy; 95 % "
+            f"intervals of differences paired by seed. Dotted: ± {100 * MARGIN:g}, within which norms are level."
         )
         pairs = {each.size: (each.rival, each.difference) for each in stands}
-        found.append(figures.margins(f"{prefix}-differences", caption, OURS, pairs, MARGIN))
+        found.append(figures.margins(f"{prefix}-differences", caption, results.ours, pairs, MARGIN))
     grouped = [norm for norm in results.norms if norm.startswith("bln-g")]
     if len(grouped) > 1:
         caption = f"BLN grouped by its number of groups; the recommended form has eight. {seeds}"
@@ -331,6 +382,7 @@ def _origin(results: Results) -> str:
 
 
 def _explained(results: Results) -> Iterator[tuple[str, str]]:
+    place = results.words.position
     texts = {
         "bn": (
             "BatchNorm (BN)",
@@ -339,10 +391,11 @@ def _explained(results: Results) -> Iterator[tuple[str, str]]:
         ),
         "gn": (
             "GroupNorm (GN)",
-            " normalizes each sample by itself, over groups of features and all pixels. It does not know about "
+            f" normalizes each sample by itself, over groups of features and all {place}s. It does not know about "
             "mini-batches.",
         ),
-        "ln": ("LayerNorm (LN)", " normalizes each sample by itself, over all features, pixel by pixel."),
+        "ln": ("LayerNorm (LN)", f" normalizes each sample by itself, over all features, {place} by {place}."),
+        "rms": ("RMSNorm", f" divides each {place} by the root of the mean square of its features."),
         "batchrenorm": ("Batch Renormalization", " is BatchNorm corrected towards its averages while it trains."),
         "bln-grouped": (
             "BLN grouped",
@@ -351,9 +404,10 @@ def _explained(results: Results) -> Iterator[tuple[str, str]]:
         ),
         "bln": (
             "BLN as published",
-            " mixes in the same way, but keeps the batch's statistics apart for each pixel, and normalizes a sample "
-            "over its features at each pixel.",
+            f" mixes in the same way, but keeps the batch's statistics apart for each {place}, and normalizes a sample "
+            f"over its features at each {place}.",
         ),
+        "bln-pooled": ("BLN pooled", f" is BLN as published with the batch's statistics pooled over {place}s."),
     }
     for norm, text in texts.items():
         if norm in results.norms:
@@ -419,14 +473,14 @@ def _cost(results: Results, norm: str, size: int) -> list[str]:
     ]
 
 
-def _recipe(results: Results) -> str:
-    recipe = results.recipe
+def recipe(results: Results) -> str:
+    """Return how the nets were trained, in words."""
+    words, held_out = results.words, results.recipe.validation
     tried = max((len(results.tried(norm, size)) for norm in results.norms for size in results.sizes), default=0)
-    augmented = "random crops" + (" and mirror images" if recipe.mirror else "")
     return (
-        f"{results.images:,} training images, drawn anew for each seed, {results.epochs} epochs, reshuffled, with "
-        f"{augmented}; Adam with a one-cycle learning rate, whose peak is chosen for each norm and batch size out of "
-        f"{tried} on {recipe.validation:,} validation images. The last epoch's weights are tested; population "
+        f"{results.samples:,} training {words.samples}, drawn anew for each seed, {results.epochs} epochs, reshuffled"
+        f"{words.varied}; Adam with a one-cycle learning rate, whose peak is chosen for each norm and batch size out "
+        f"of {tried} on {held_out:,} validation {words.samples}. The last epoch's weights are tested; population "
         "statistics are averages over that epoch, of BatchNorm as of BLN. Every norm has its library's epsilon. The "
         "test set is used with the chosen learning rate alone."
     )

@@ -1,4 +1,4 @@
-"""What a report is made from: the runs of one `summary.json`, read and checked."""
+"""The runs of the paper's experiments, read from the table of runs and checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...config import StatisticsConfig
 FORMAT = 1
 TASKS = ("cnn", "rnn", "resnet", "digits-cnn", "digits-rnn")
 NORMS = (
-    "bln-grouped", "bln", "bn", "gn", "ln", "batchrenorm", "bln-g1", "bln-g4", "bln-g16", "bln-gC",
+    "bln-grouped", "bln", "bln-pooled", "bn", "gn", "ln", "rms", "batchrenorm", "bln-g1", "bln-g4", "bln-g16", "bln-gC",
     "bln-shared", "bln-shared-no-scale",
 )  # fmt: skip
 PROTOCOLS = ("paper", "clean")
@@ -104,6 +104,23 @@ class Summary:
         """Each of these norms once, always in the same order."""
         present = set(norms)
         return [norm for norm in NORMS if norm in present] + sorted(present - set(NORMS))
+
+
+def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the runs of the paper's experiments in a table, with where they come from, as :func:`read` takes them."""
+    found = [row for row in rows if row["task"] in TASKS]
+
+    def every(values: Iterable[Any]) -> list[str]:
+        return sorted({str(value) for value in values if value})
+
+    return {
+        "format": FORMAT,
+        "bln": ", ".join(every(row["versions"]["bln"] for row in found)),
+        "commit": ", ".join(every(row["commit"] for row in found)),
+        "created": max(every(row["started"] or row["collected"] for row in found), default=""),
+        "machines": every(f"{row['device']}, torch {row['versions']['torch']}" for row in found),
+        "runs": found,
+    }
 
 
 def read(summary: Mapping[str, Any]) -> Summary:
@@ -210,9 +227,9 @@ def _run(raw: Any, where: str) -> Run:
     fraction = run["fraction"].number()
     if not 0 < fraction <= 1:
         raise run["fraction"].fail("a number above 0, up to 1")
-    curves = {name: [value.number() for value in run["epochs"][name].items()] for name in CURVES}
+    curves = {name: [value.number() for value in run["curves"][name].items()] for name in CURVES}
     if len({len(curve) for curve in curves.values()}) != 1:
-        raise ValueError(f"the summary's {where}.epochs has curves of different lengths: {_AGAIN}")
+        raise ValueError(f"the summary's {where}.curves has lists of different lengths: {_AGAIN}")
     best = run["best_epoch"].optional(lambda value: value.whole(1))
     if best is not None and best > len(curves["train_loss"]):
         raise run["best_epoch"].fail(f"an epoch up to {len(curves['train_loss'])}")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import bln
 
-from ... import _coefficients, formula
+from ... import formula
+from ..._backends import coefficients
 from ...formula import Moments, Statistics
 from ...layer import BatchLayerNorm
 from .training import standardize
@@ -22,7 +23,7 @@ SIZES = (1, 4, 16, 64, 250)
 """Images in a request."""
 ARRANGEMENTS = ("shuffled", "sorted")
 _TOGETHER = 64
-"""Images that go through a net at a time, in whole requests; what more of them leave behind is not in the cache."""
+"""Images that go through a net at a time, in whole requests; the activations of more do not fit the cache."""
 
 
 def arrange(labels: Tensor, arrangement: str, seed: int) -> Tensor:
@@ -63,7 +64,7 @@ def accuracies(
 
 
 def answers(net: nn.Module, inputs: Tensor, size: int) -> Tensor:
-    """What the net returns for inputs that come in requests of this size, as if each went through it alone."""
+    """Return the net's answers to requests of this size, as if each went through it alone."""
     if not all(map(_is_plain, bln.layers(net).values())):
         return torch.cat([net(request) for request in torch.split(inputs, size)])
     whole = len(inputs) // size * size
@@ -99,15 +100,15 @@ def _by_request(net: nn.Module, size: int) -> Iterator[None]:
 def _forward(layer: BatchLayerNorm, size: int, x: Tensor) -> Tensor:
     """The grouped layer's inference, by its coefficient form."""
     assert layer.groups is not None
-    moments = _coefficients.measure(x, None, 1)
+    moments = coefficients.measure(x, None, 1)
     mean, var = (value.reshape(-1, size, value.shape[1]).movedim(1, 0) for value in moments[:2])
     batch = formula.batch_statistics(torch, Moments(mean, var, torch.ones_like(mean[..., :1])))  # (requests, C)
-    feature = _coefficients.feature_statistics(moments, layer.groups)
+    feature = coefficients.feature_statistics(moments, layer.groups)
     current = Statistics(*batch, *feature, mean.new_full((), 1 / size))
     s = formula.choose(layer.config, current, layer.population.statistics((), size))
     each = [v.repeat_interleave(size, 0) if v.dim() == 2 else v for v in (s.batch_mean, s.batch_var)]
     s = s._replace(batch_mean=each[0], batch_var=each[1])
-    return _coefficients.apply(x, s, layer.weight, layer.bias, None, 1, layer.spec)
+    return coefficients.apply(x, s, layer.weight, layer.bias, None, 1, layer.spec)
 
 
 def _share(outputs: Tensor, labels: Tensor) -> float:

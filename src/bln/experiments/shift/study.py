@@ -3,7 +3,8 @@
     corrupted/          images by corruption and severity
     runs/NET/           a folder for each net, see ``bln.experiments.runs``
     answers/NET.jsonl   a line for each condition that the net was asked under, the settings first
-    shift.jsonl         the results: a line of settings and versions, then all answers
+    choices/NET.jsonl   a line for each prior that was chosen without labels
+    runs.jsonl          the results: a line for each net, with its answers and choices
 
 Whatever is there is not done again.
 """
@@ -17,7 +18,6 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import bln
 
-from .. import data, runs
+from .. import data, runs, table
 from ..norms import norm
 from ..runs import RunError, RunFolder
 from ..tasks import Part
@@ -47,10 +47,10 @@ TRAINING = 0.3
 
 @dataclass(frozen=True)
 class Questions:
-    """All that decides what nets are asked."""
+    """The settings of what nets are asked."""
 
     images: int = 500
-    """Under each condition: of the test set others for each seed, of those held out at most so many."""
+    """Images under each condition. Each seed has its own of the test set; of those held out there may be fewer."""
     severities: tuple[int, ...] = corruptions.SEVERITIES
     sizes: tuple[int, ...] = SIZES
 
@@ -73,11 +73,11 @@ class Condition(NamedTuple):
 
 
 Progress = Callable[[float, str], None]
-"""Told how many nets are done, in parts of nets too, and what is going on."""
+"""Called with the number of nets done, fractions included, and what is under way."""
 
 
 def plan(norms: Sequence[str] | None = None, seeds: int = 3, epochs: int | None = None) -> list[Recipe]:
-    """The nets of the study, those of one seed after another."""
+    """Return the nets of the study, seed by seed."""
     for name in norms or ():
         norm(name)
     for what, value in (("seeds", seeds), ("epochs", epochs)):
@@ -88,7 +88,7 @@ def plan(norms: Sequence[str] | None = None, seeds: int = 3, epochs: int | None 
 
 
 def conditions(questions: Questions, sorted_too: bool) -> list[Condition]:
-    """All conditions, those without corruption first; requests come sorted where that can matter."""
+    """Return all conditions, those without corruption first; requests come sorted where that can matter."""
     found = [Condition("test", "none", 0, "shuffled"), Condition("validation", "none", 0, "shuffled")]
     for severity in questions.severities:
         found += [Condition("validation", name, severity, "shuffled") for name in corruptions.VALIDATION]
@@ -109,7 +109,7 @@ def study(
     workers: int = 1,
     progress: Progress = lambda done, text: None,
 ) -> Path:
-    """Bring the study to its end, from wherever its folder stands; returns the file of results."""
+    """Bring the study to its end, from wherever its folder stands, and return its table."""
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     _cifar10(data_dir)
@@ -163,19 +163,19 @@ def ask(recipe: Recipe, questions: Questions, out: Path, data_dir: Path, tick: P
 
 
 def with_bln(net: nn.Module) -> nn.Module:
-    """Turn a BatchNorm net into BLN, which keeps its function; the others are left as they are."""
+    """Return a BatchNorm net converted to BLN, which keeps its function; other nets stay as they are."""
     if any("BatchNorm" in type(module).__name__ for module in net.modules()):
         bln.convert(net)
     return net
 
 
 def asked_sizes(sizes: Sequence[int], arrangement: str) -> list[int]:
-    """The request sizes of an arrangement: to a request of one image it does not matter how they are arranged."""
+    """Return the request sizes of an arrangement. A request of one image has only one."""
     return [size for size in sizes if size > 1 or arrangement == "shuffled"]
 
 
 def images(condition: Condition, questions: Questions, seed: int, out: Path, data_dir: Path) -> Part:
-    """The images of a condition with their labels; corrupted ones are made once and kept."""
+    """Return the images of a condition with their labels; corrupted ones are made once and kept."""
     cifar = _cifar10(data_dir)
     count = questions.images
     if condition.part == "test":
@@ -205,34 +205,28 @@ def images(condition: Condition, questions: Questions, seed: int, out: Path, dat
 
 
 def collect(recipes: Sequence[Recipe], questions: Questions, out: Path) -> Path:
-    """Write the answers of these nets to one file, with what they come from; returns its path."""
-    lines: list[dict[str, Any]] = []
-    seconds, machines, wanted = 0.0, set(), set(conditions(questions, True))
-    for recipe in recipes:
-        folder = RunFolder(out, recipe)
-        seconds += sum(folder.seconds())
-        environment = (runs.read_json(folder.path / "settings.json") or {}).get("environment", {})
-        machines.add(f"{environment.get('processor')}, torch {environment.get('torch')}")
-        for line in _answers(out / "answers" / f"{recipe.name}.jsonl", recipe, questions):
-            if _condition(line) not in wanted:
-                continue
-            seconds += line.pop("seconds")
-            lines.append({"norm": recipe.norm, "seed": recipe.seed, **line})
-    common = {name: value for name, value in asdict(recipes[0]).items() if name not in ("norm", "seed")}
-    header = {
-        "format": FORMAT,
-        "bln": bln.__version__,
-        "commit": runs.commit(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machines": sorted(machines),
-        "hours": round(seconds / 3600, 2),
-        "recipe": common,
+    """Write the table of these nets, with all their answers and choices; returns its path."""
+    wanted = set(conditions(questions, True))
+    return table.write(out / table.NAME, [_row(recipe, questions, out, wanted) for recipe in recipes])
+
+
+def _row(recipe: Recipe, questions: Questions, out: Path, wanted: set[Condition]) -> table.Row:
+    folder = RunFolder(out, recipe)
+    found = _answers(out / "answers" / f"{recipe.name}.jsonl", recipe, questions)
+    answers = [line for line in found if _condition(line) in wanted]
+    seconds = sum(folder.seconds()) + sum(line.pop("seconds") for line in answers)
+    environment = (runs.read_json(folder.path / "settings.json") or {})["environment"]
+    return {
+        "task": "shift",
+        **asdict(recipe),
+        "status": "finished",
+        "hours": float(f"{seconds / 3600:.4g}"),
+        **runs.origin(environment),
         "questions": asdict(questions),
         "configurations": CONFIGURATIONS,
+        "answers": answers,
+        "choices": _choices(out, recipe),
     }
-    path = out / "shift.jsonl"
-    runs.write(path, _lines([header, *lines]))
-    return path
 
 
 def _ask_alone(recipe: Recipe, questions: Questions, out: Path, data_dir: Path, threads: int) -> str:
@@ -242,7 +236,7 @@ def _ask_alone(recipe: Recipe, questions: Questions, out: Path, data_dir: Path, 
 
 
 def _answers(path: Path, recipe: Recipe, questions: Questions) -> list[dict[str, Any]]:
-    """The answers in this file, to go on from."""
+    """Return the answers in this file, to go on from."""
     try:
         header, *lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     except FileNotFoundError:
@@ -259,7 +253,7 @@ def _answers(path: Path, recipe: Recipe, questions: Questions) -> list[dict[str,
 
 
 def _header(recipe: Recipe, questions: Questions) -> dict[str, Any]:
-    """What all answers of a net have in common; severities may be added later."""
+    """Return what all answers of a net have in common; severities may be added later."""
     asked = {"configurations": CONFIGURATIONS, "images": questions.images, "sizes": questions.sizes}
     return {"format": FORMAT, "recipe": asdict(recipe), "questions": asked}
 
@@ -283,15 +277,13 @@ def _kept(path: Path, like: Tensor) -> Tensor | None:
 
 
 def choose(recipes: Sequence[Recipe], questions: Questions, out: Path, data_dir: Path, progress: Progress) -> Path:
-    """Choose priors without labels for the BatchNorm nets, and return the file of results.
+    """Choose priors without labels for the BatchNorm nets, and return the table with their choices in it.
 
-    A net whose lines are there is not asked again.
+    A net whose choices are there is not asked again.
     """
-    path = out / "choice.jsonl"
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
     asked = [recipe for recipe in recipes if recipe.norm == "bn"]
     for number, recipe in enumerate(asked):
-        if any(line["seed"] == recipe.seed for line in lines):
+        if _choices(out, recipe):
             continue
         net = with_bln(train(recipe, out, _cifar10(data_dir)))
         given = []
@@ -304,10 +296,20 @@ def choose(recipes: Sequence[Recipe], questions: Questions, out: Path, data_dir:
         wanted = len(given) * len(choice.SIZES)
         for done, line in enumerate(choice.compare(net, given)):
             progress(number + min(1.0, done / wanted), f"{recipe.name}, choosing priors")
-            found.append({"seed": recipe.seed, **line})
-        lines += found
-        runs.write(path, _lines(lines))
-    return path
+            found.append(line)
+        path = _choices_path(out, recipe)
+        path.parent.mkdir(exist_ok=True)
+        runs.write(path, _lines(found))
+    return collect(recipes, questions, out)
+
+
+def _choices_path(out: Path, recipe: Recipe) -> Path:
+    return out / "choices" / f"{recipe.name}.jsonl"
+
+
+def _choices(out: Path, recipe: Recipe) -> list[dict[str, Any]]:
+    path = _choices_path(out, recipe)
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
 @cache

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import bln
 
 from .. import models
+from ..augment import Crops, cut
 from ..data import CIFAR
 from ..norms import norm
 from ..runs import RunError, RunFolder
@@ -28,16 +29,16 @@ _PAD = 4
 """Pixels around an image from which a crop is taken."""
 
 Tick = Callable[[float], None]
-"""Told how far the training has come, from 0 to 1."""
+"""Called with the share of the training that is done."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the weights of a net."""
+    """The settings that decide the weights of a net."""
 
     norm: str
     seed: int
-    images: int = 20_000
+    samples: int = 20_000
     epochs: int = 8
     batch_size: int = 32
     learning_rate: float = 0.003
@@ -45,23 +46,23 @@ class Recipe:
     @property
     def name(self) -> str:
         """The net's folder."""
-        return f"{self.norm}-{self.images}-batch{self.batch_size}-{self.epochs}-{self.learning_rate:g}-seed{self.seed}"
+        return f"{self.norm}-{self.samples}-batch{self.batch_size}-{self.epochs}-{self.learning_rate:g}-seed{self.seed}"
 
 
 def standardize(images: Tensor) -> Tensor:
-    """Images from uint8 to what the nets take."""
+    """Return images in uint8 as the nets take them."""
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (_MEAN, _STD))
     whole = (images.float() / 255 - mean) / std
     return whole.contiguous(memory_format=torch.channels_last)
 
 
 def build(name: str) -> nn.Module:
-    """The study's net: the small residual net."""
+    """Return the study's net, the small residual net."""
     return models.resnet(norm(name)).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def held_out(cifar: CIFAR) -> Part:
-    """The images of the training set that choices are made on."""
+    """Return the images of the training set that choices are made on."""
     return Part(cifar.train_images[-HELD_OUT:], cifar.train_labels[-HELD_OUT:])
 
 
@@ -81,7 +82,7 @@ def train(recipe: Recipe, out: Path, cifar: CIFAR, tick: Tick = lambda done: Non
 
 
 class _Training:
-    """One net. Random numbers depend on seed and epoch alone, so that an interrupted run draws the same."""
+    """The training of one net. Random numbers depend on seed and epoch alone, so an interrupted run draws the same."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder[Recipe], net: nn.Module, cifar: CIFAR) -> None:
         self.recipe, self.folder = recipe, folder
@@ -90,13 +91,13 @@ class _Training:
         net.load_state_dict(self.net.state_dict())
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=recipe.learning_rate, fused=True)
         known = len(cifar.train_images) - HELD_OUT
-        if not 0 < recipe.images <= known:
-            raise ValueError(f"expected 1 to {known:,} training images, got {recipe.images:,}")
-        chosen = torch.randperm(known, generator=torch.Generator().manual_seed(recipe.seed))[: recipe.images]
-        self.images = F.pad(cifar.train_images[chosen], [_PAD] * 4)
+        if not 0 < recipe.samples <= known:
+            raise ValueError(f"expected 1 to {known:,} training images, got {recipe.samples:,}")
+        chosen = torch.randperm(known, generator=torch.Generator().manual_seed(recipe.seed))[: recipe.samples]
+        self.images, self.size = F.pad(cifar.train_images[chosen], [_PAD] * 4), cifar.train_images.shape[2:]
         self.labels = cifar.train_labels[chosen]
         self.validation = held_out(cifar)
-        steps = -(-recipe.images // recipe.batch_size) * recipe.epochs
+        steps = -(-recipe.samples // recipe.batch_size) * recipe.epochs
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, recipe.learning_rate, steps)
         self.metrics: list[dict[str, Any]] = []
         self.seconds: list[float] = []
@@ -123,7 +124,8 @@ class _Training:
         for number, rows in enumerate(order, 1):
             labels = self.labels[rows]
             self.optimizer.zero_grad()
-            outputs = self.net(standardize(_augment(self.images[rows])))
+            crops = Crops.draw(len(rows), _PAD, mirror=True)
+            outputs = self.net(standardize(cut(self.images, rows, crops, *self.size)))
             loss = F.cross_entropy(outputs, labels)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
@@ -145,14 +147,3 @@ class _Training:
             "schedule": self.schedule.state_dict(),
         }
         self.folder.save(state, self.metrics, self.seconds)
-
-
-def _augment(padded: Tensor) -> Tensor:
-    """Cut a random window of each padded image, and mirror every other one."""
-    count, _, height, width = padded.shape
-    up, left = torch.randint(2 * _PAD + 1, (2, count, 1))
-    rows = up + torch.arange(height - 2 * _PAD)
-    columns = left + torch.arange(width - 2 * _PAD)
-    columns = torch.where(torch.rand(count, 1) < 0.5, columns, columns.flip(1))
-    which = torch.arange(count)[:, None, None]
-    return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

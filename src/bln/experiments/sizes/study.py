@@ -1,6 +1,6 @@
 """Every norm at every batch size: learning rates are tried on a few seeds, and the best one gets all of them.
 
-    runs.jsonl      a line for each run: settings, seed, what came out, time and memory, commit, versions, device
+    runs.jsonl      a line for each run: settings, results, time, memory, origin
     checkpoints/    nets under way
 
 A run that has its line is not made again, so the same command goes on where it was stopped, on another machine too.
@@ -9,7 +9,6 @@ A run that has its line is not made again, so the same command goes on where it 
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
 import time
@@ -21,23 +20,23 @@ from typing import Any
 
 import torch
 
-from .. import runs
+from .. import runs, table
+from ..norms import GROUPS
 from ..runs import RunError
 from ..steps import lane
+from ..table import Row
 from . import training
-from .nets import NORMALIZERS
-from .training import TASKS, Cost, Run, Training
+from .tasks import TASKS, load
+from .training import Cost, Run, Training
 
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 128)
-NORMS = tuple(NORMALIZERS)
-SEEDS, SEEDS_ALONE = 5, 3
-"""Of each norm and batch size; at batch size 1, where a run takes most steps."""
-TRIED_ON, SMALL = 2, 4
-"""Seeds that each learning rate is tried on; up to this batch size all, since more runs in a net cost little there."""
+SEEDS_ALONE = 3
+"""Seeds at batch size 1, where a run takes most steps, at most."""
+SMALL = 4
+"""Up to this batch size rates are tried on all seeds where runs train together: more of them cost little there."""
+VARIANTS = {name for name in GROUPS if name != "bln-grouped"}
 RATES = (1 / 3, 1, 3)
 """Learning rates that are tried, as multiples of the task's, which grows with the root of the batch size."""
 
-Row = dict[str, Any]
 Progress = Callable[[float, str], None]
 Keep = Callable[[list[Row]], None]
 
@@ -49,7 +48,7 @@ class Cell:
     task: str
     norm: str
     batch_size: int
-    images: int
+    samples: int
     epochs: int
     seeds: int
     tried_on: int
@@ -57,7 +56,7 @@ class Cell:
     @property
     def name(self) -> str:
         """The cell's name."""
-        return f"{self.task}-{self.norm}-batch{self.batch_size}-{self.images}-{self.epochs}"
+        return f"{self.task}-{self.norm}-batch{self.batch_size}-{self.samples}-{self.epochs}"
 
     @property
     def rates(self) -> list[float]:
@@ -68,7 +67,7 @@ class Cell:
     def runs(self, rates: Iterable[float], seeds: Iterable[int]) -> list[Run]:
         """The runs of these learning rates and seeds."""
         return [
-            Run(self.task, self.norm, self.batch_size, rate, seed, self.images, self.epochs)
+            Run(self.task, self.norm, self.batch_size, rate, seed, self.samples, self.epochs)
             for rate in rates
             for seed in seeds
         ]
@@ -78,49 +77,46 @@ class Cell:
         """The runs that the learning rate is chosen by."""
         return self.runs(self.rates, range(self.tried_on))
 
+    @property
+    def at_once(self) -> int:
+        """How many of these are one net."""
+        return len(self.tried) if TASKS[self.task].together else 1
+
 
 def plan(
-    task: str,
+    name: str,
     *,
     norms: Sequence[str] | None = None,
     batch_sizes: Sequence[int] | None = None,
     seeds: int | None = None,
     seeds_alone: int | None = None,
     tried_on: int | None = None,
-    images: int | None = None,
+    samples: int | None = None,
     epochs: int | None = None,
+    by_importance: bool = False,
 ) -> list[Cell]:
-    """The cells of a study, those with most steps first."""
-    seeds, images, epochs = seeds or SEEDS, images or TASKS[task].images, epochs or TASKS[task].epochs
-    for name in norms or ():
-        if name not in NORMALIZERS:
-            raise ValueError(f"unknown normalizer {name!r}; known here: {', '.join(NORMALIZERS)}")
+    """Return the cells of a task's study, those with most steps first, or those that say most.
+
+    Those say most that compare kinds of norms, batch size by batch size in the order of the task; numbers of groups
+    come after them.
+    """
+    task = TASKS[name]
+    seeds, samples, epochs = seeds or task.seeds, samples or task.samples, epochs or task.epochs
+    for norm in norms or ():
+        if norm not in task.norms:
+            raise ValueError(f"unknown normalizer {norm!r}; known here: {', '.join(task.norms)}")
     for size in batch_sizes or ():
-        if not 1 <= size <= images:
-            raise ValueError(f"a batch size must be 1 to the number of images, {images:,}; got {size}")
-    return [
-        Cell(task, norm, size, images, epochs, own, min(tried_on or (own if size <= SMALL else TRIED_ON), own))
-        for size in sorted(batch_sizes or BATCH_SIZES)
-        for own in [min(seeds, seeds_alone or SEEDS_ALONE) if size == 1 else seeds]
-        for norm in norms or NORMS
-    ]
-
-
-# ---- the table
-
-
-def table(out: Path) -> Path:
-    """Where the lines of all runs are."""
-    return out / "runs.jsonl"
-
-
-def read(path: Path) -> list[Row]:
-    """The lines of all runs; none if there is no table yet. A last line that was cut off is left out."""
-    try:
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+        if not 1 <= size <= samples:
+            raise ValueError(f"a batch size must be 1 to the number of training samples, {samples:,}; got {size}")
+    cells = []
+    for size in sorted(batch_sizes or task.batch_sizes):
+        own = min(seeds, seeds_alone or SEEDS_ALONE) if size == 1 else seeds
+        tried = tried_on or (own if size <= SMALL and task.together else task.tried_on)
+        cells += [Cell(name, norm, size, samples, epochs, own, min(tried, own)) for norm in norms or task.norms]
+    if by_importance:
+        order = {size: place for place, size in enumerate(task.batch_sizes)}
+        cells.sort(key=lambda cell: (cell.norm in VARIANTS, order.get(cell.batch_size, len(order))))
+    return cells
 
 
 def key(row: Row) -> Run:
@@ -159,36 +155,40 @@ def study(
     *,
     device: torch.device,
     workers: int = 1,
+    minutes: float | None = None,
     progress: Progress = lambda done, text: None,
 ) -> Path:
-    """Bring all cells to their end and return the table.
+    """Bring the cells to their end, those that ``minutes`` allow, and return the table.
 
-    On a GPU several cells train side by side in this process, elsewhere in processes of their own.
+    On a GPU several cells train side by side in this process, elsewhere in processes of their own. What is cut off goes
+    on from its last whole epoch; processes end the cell they are at.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    path = table(out)
+    budget = Budget(minutes)
+    path = out / table.NAME
     with _locked(out):
-        known = {key(row): row for row in read(path)}
+        known = {key(row): row for row in table.read(path)}
         (out / "checkpoints").mkdir(exist_ok=True)
 
         def keep(rows: list[Row]) -> None:
             known.update((key(row), row) for row in rows)
-            runs.write(path, "".join(json.dumps(row) + "\n" for row in known.values()).encode())
+            table.write(path, known.values())
 
         jobs = [(cell, _own(cell, known)) for cell in cells]
-        if device.type == "cuda":
-            _side_by_side(jobs, out, folder, device, keep, progress)
-        elif workers == 1:
-            for number, (cell, rows) in enumerate(jobs):
-                for done in _work(cell, rows, out, folder, device, keep):
-                    progress(number + done, cell.name)
+        if workers == 1 or device.type == "cuda":
+            lanes = LANES if device.type == "cuda" else 1
+            _side_by_side(jobs, out, folder, device, keep, progress, lanes=lanes, budget=budget)
         else:
             from joblib import Parallel, delayed
 
-            parallel = Parallel(n_jobs=workers, backend="loky", batch_size=1, return_as="generator_unordered")
+            parallel = Parallel(
+                n_jobs=workers, backend="loky", batch_size=1, pre_dispatch=workers, return_as="generator_unordered"
+            )
             ended = parallel(
-                delayed(_process)(cell, rows, out, folder, device, threads(workers)) for cell, rows in jobs
+                delayed(_process)(cell, rows, out, folder, device, threads(workers))
+                for cell, rows in jobs
+                if budget.left() > 0
             )
             for number, rows in enumerate(ended, 1):
                 keep(rows)
@@ -196,8 +196,14 @@ def study(
     return path
 
 
+def unfinished(cells: Sequence[Cell], out: Path) -> int:
+    """Return how many of these cells have runs left."""
+    known = {key(row): row for row in table.read(out / table.NAME)}
+    return sum(sum(_left(cell, known)) > 0 for cell in cells)
+
+
 def threads(workers: int) -> int:
-    """How many threads each of so many processes has on this machine."""
+    """Return how many threads each of ``workers`` processes has on this machine."""
     return max(1, (os.cpu_count() or 1) // workers)
 
 
@@ -236,19 +242,26 @@ def _work(cell: Cell, known: dict[Run, Row], out: Path, folder: Path, device: to
 
 
 def _scaled(work: training.Work, share: float, before: float = 0.0) -> Generator[float, None, list[Row]]:
-    while True:
-        try:
-            done = next(work)
-        except StopIteration as end:
-            rows: list[Row] = end.value
-            return rows
-        yield before + share * done
+    try:
+        while True:
+            yield before + share * next(work)
+    except StopIteration as end:
+        rows: list[Row] = end.value
+        return rows
+    finally:
+        work.close()
 
 
 def _train(group: Sequence[Run], name: str, out: Path, folder: Path, device: torch.device) -> training.Work:
-    """Train these runs as one net, and return their lines."""
+    """Train these runs, as one net where their task can, and return their lines."""
     if not group:
         return []
+    if len(group) > 1 and not TASKS[group[0].task].together:
+        each = []
+        for at, run in enumerate(group):
+            own = _train([run], f"{name}-{run.learning_rate:g}-seed{run.seed}", out, folder, device)
+            each += yield from _scaled(own, 1 / len(group), at / len(group))
+        return each
     checkpoint = out / "checkpoints" / f"{name}-{len(group)}.pt"
     found = yield from Training(group, folder, device).run(checkpoint)
     finished = [at for at, each in enumerate(found) if each["status"] == "finished"]
@@ -263,8 +276,47 @@ def _train(group: Sequence[Run], name: str, out: Path, folder: Path, device: tor
     return rows
 
 
+class Budget:
+    """Time to spend. It admits a cell that is likely to end in time, by what work has taken so far."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._seconds, self._done = 0.0, 0.0
+
+    def left(self) -> float:
+        """Return the seconds left."""
+        return self._end - time.monotonic()
+
+    def note(self, work: float, seconds: float) -> None:
+        """Note the seconds that some work has taken."""
+        self._done += work
+        self._seconds += seconds
+
+    def admits(self, work: float) -> bool:
+        """Return whether so much work is likely to end in time; the first is tried."""
+        expected = work * self._seconds / self._done if self._done else 0.0
+        return 0 < self.left() >= expected
+
+
+def _amount(cell: Cell, known: dict[Run, Row]) -> float:
+    """The work of a cell that is left, in units of a sample; a step costs about as much as 16 of them."""
+    nets = sum(math.ceil(count / cell.at_once) for count in _left(cell, known))
+    return nets * (cell.samples // cell.batch_size) * cell.epochs * (16 + cell.batch_size)
+
+
 LANES = 12
 """Nets that train side by side on a GPU."""
+
+
+@dataclass
+class _Lane:
+    """A cell under way."""
+
+    work: Work
+    enter: Callable[[], Any]
+    amount: float
+    share: float = 0.0
+    since: float = 0.0
 
 
 def _side_by_side(
@@ -274,31 +326,42 @@ def _side_by_side(
     device: torch.device,
     keep: Keep,
     progress: Progress,
+    *,
+    lanes: int = LANES,
+    budget: Budget,
 ) -> None:
-    """Several cells on streams of their own, some steps of each in turn."""
-    waiting = iter(jobs)
-    active: dict[Cell, tuple[Work, Callable[[], Any]]] = {}
-    shares: dict[Cell, float] = {}
-    told = -math.inf
+    """Several cells in lanes of their own, some steps of each in turn."""
+    waiting = [(cell, rows, _amount(cell, rows)) for cell, rows in jobs]
+    active: dict[Cell, _Lane] = {}
+    ended, told = 0, -math.inf
     try:
-        while True:
-            while len(active) < LANES and (job := next(waiting, None)) is not None:
-                cell, rows = job
-                active[cell] = _work(cell, rows, out, folder, device, keep), lane(device)
+        while budget.left() > 0:
+            while len(active) < lanes and (job := next((job for job in waiting if budget.admits(job[2])), None)):
+                waiting.remove(job)
+                cell, rows, amount = job
+                work = _work(cell, rows, out, folder, device, keep)
+                active[cell] = _Lane(work, lane(device), amount, since=time.monotonic())
             if not active:
                 return
-            for cell, (work, enter) in list(active.items()):
-                with enter():
-                    share = next(work, None)
-                shares[cell] = 1.0 if share is None else share
+            for cell, each in list(active.items()):
+                with each.enter():
+                    share = next(each.work, None)
+                now = time.monotonic()
+                budget.note(((1.0 if share is None else share) - each.share) * each.amount, now - each.since)
+                each.share, each.since = 1.0 if share is None else share, now
                 if share is None:
+                    ended += 1
                     del active[cell]
             if time.monotonic() - told > 0.5:
-                progress(sum(shares.values()), f"{len(active)} nets side by side")
+                done = ended + sum(each.share for each in active.values())
+                names = (
+                    ", ".join(cell.name for cell in active) if len(active) < 2 else f"{len(active)} nets side by side"
+                )
+                progress(done, names)
                 told = time.monotonic()
     finally:
-        for work, _ in active.values():
-            work.close()
+        for each in active.values():
+            each.work.close()
 
 
 # ---- what it takes
@@ -309,7 +372,7 @@ class Estimate:
     """What a study takes on this machine.
 
     Attributes:
-        seconds: One net after the other; on a GPU they go side by side, and it is less.
+        seconds: Of one net after the other; side by side on a GPU they take less.
         memory: Bytes of the nets that are in memory at once.
         runs: Trainings, those that choose learning rates included.
         measured: Nets whose steps were timed.
@@ -327,22 +390,23 @@ class Estimate:
 
 def estimate(cells: Sequence[Cell], out: Path, folder: Path, device: torch.device, workers: int = 1) -> Estimate:
     """Time a few steps of each norm at the smallest and the largest batch size; what lies between is interpolated."""
-    known = {key(row): row for row in read(table(out))}
+    known = {key(row): row for row in table.read(out / table.NAME)}
     left = {cell: _left(cell, known) for cell in cells}
     cells = [cell for cell in cells if sum(left[cell])]
     seconds, memories, measured = 0.0, [], 0
     for norm in dict.fromkeys(cell.norm for cell in cells):
         own = sorted((cell for cell in cells if cell.norm == norm), key=lambda cell: cell.batch_size)
         ends = {cell.batch_size: cell for cell in (own[0], own[-1])}
-        costs = {size: training.measure(cell.tried, folder, device) for size, cell in ends.items()}
+        with lane(device)():  # a step is not captured outside of one
+            costs = {size: training.measure(cell.tried[: cell.at_once], folder, device) for size, cell in ends.items()}
         measured += len(costs)
         for cell in own:
             cost = _between(costs, cell.batch_size)
-            steps = cell.images // cell.batch_size * cell.epochs
+            steps = cell.samples // cell.batch_size * cell.epochs
             # A forward pass takes about a third of a step, and evaluation has larger batches.
-            seen = TASKS[cell.task].validation * cell.epochs + training.tested(cell.task, folder, device)
+            seen = TASKS[cell.task].validation * cell.epochs + len(load(cell.task, folder, device).test)
             once = cost.step * steps + seen * costs[own[-1].batch_size].step / own[-1].batch_size / 3
-            seconds += once * sum(max(1.0, count / len(cell.tried)) for count in left[cell] if count)
+            seconds += once * sum(max(1.0, count / cell.at_once) for count in left[cell] if count)
             memories.append(cost.memory)
     at_once = LANES if device.type == "cuda" else workers
     if device.type != "cuda":

@@ -1,16 +1,17 @@
 """Train runs that differ in seed and learning rate together, as one net, by an ordinary recipe.
 
-Images are reshuffled each epoch, cropped and, where that keeps their meaning, mirrored. Adam's learning rate follows
-one cycle. The last epoch's weights are tested, with its averages as population statistics.
+Samples are reshuffled each epoch and varied as their task says. Adam's learning rate follows one cycle. The last
+epoch's weights are tested, with its averages as population statistics.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,74 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import data, packed, runs
-from ..augment import Crops, cut
+from .. import runs
+from ..norms import reset_statistics
 from ..steps import capture, step_bytes
 from . import nets
+from .tasks import TASKS, load
 
-
-class Images(NamedTuple):
-    """Images in uint8, ``(N, C, H, W)``, and their labels."""
-
-    train: Tensor
-    train_labels: Tensor
-    test: Tensor
-    test_labels: Tensor
-
-
-def cifar10(folder: Path) -> Images:
-    """CIFAR-10, from its publisher's files or, where that is a file, from packed ones."""
-    return Images(*(packed.read(folder) if folder.is_file() else data.cifar10(folder)))
-
-
-def digits(folder: Path) -> Images:
-    """scikit-learn's digits, which need no folder; the grey levels are 0 to 16."""
-    found = data.digits()
-    train = torch.cat([found.train_images, found.validation_images])
-    labels = torch.cat([found.train_labels, found.validation_labels])
-    levels = [(images * 16).to(torch.uint8) for images in (train, found.test_images)]
-    return Images(levels[0], labels, levels[1], found.test_labels)
-
-
-@dataclass(frozen=True)
-class Task:
-    """Data, net and recipe.
-
-    Attributes:
-        load: Reads the images from a folder.
-        inputs: Channels of an image.
-        widths: Features of the net's stages.
-        blocks: Residual blocks of each stage.
-        pad: Pixels around an image from which a crop is taken.
-        mirror: Whether a mirror image means the same.
-        images: To train on.
-        validation: Images that are held out, to choose the learning rate with.
-        epochs: Over these images.
-        learning_rate: The middle of those tried, at batch size 32.
-    """
-
-    load: Callable[[Path], Images]
-    inputs: int
-    widths: tuple[int, ...]
-    blocks: int
-    pad: int
-    mirror: bool
-    images: int
-    validation: int
-    epochs: int
-    learning_rate: float
-
-    def net(self, norm: str, count: int) -> nn.Module:
-        """The net of so many runs."""
-        shape = {"inputs": self.inputs, "widths": self.widths, "blocks": self.blocks}
-        return nets.resnet(nets.NORMALIZERS[norm], count, **shape)  # type: ignore[arg-type]
-
-
-TASKS = {
-    "resnet20": Task(cifar10, 3, (16, 32, 64), 3, 4, True, 20_000, 2_000, 5, 0.004),
-    "digits-resnet": Task(digits, 1, (16, 32), 1, 1, False, 800, 359, 3, 0.025),
-}
-CLASSES = 10
 _TEST_BATCH = 250
 """Predictions do not depend on it: population statistics are used."""
 
@@ -99,30 +38,19 @@ class Run:
     batch_size: int
     learning_rate: float
     seed: int
-    images: int
+    samples: int
     epochs: int
 
     @property
     def steps(self) -> int:
         """Training steps: what is left of an epoch when the mini-batches are full is left out."""
-        return self.images // self.batch_size * self.epochs
-
-
-@cache
-def _load(task: str, folder: Path, device: torch.device) -> Images:
-    images = TASKS[task].load(folder)
-    return Images(*(each.to(device) for each in images))
-
-
-def tested(task: str, folder: Path, device: torch.device) -> int:
-    """How many test images there are."""
-    return len(_load(task, folder, device).test)
+        return self.samples // self.batch_size * self.epochs
 
 
 class Part(NamedTuple):
-    """The images each run sees, one column for a run."""
+    """The samples each run sees, one column for a run."""
 
-    images: Tensor
+    samples: Tensor
     labels: Tensor
     rows: Tensor
 
@@ -194,7 +122,7 @@ class Adam:
 _EAGER = 3
 """Steps done one operation at a time before one is captured: they compile kernels and allocate what stays."""
 _TURN = 64
-"""Images of each run between two pauses, in which other nets get their turn."""
+"""Samples of each run between two pauses, in which other nets get their turn."""
 
 Work = Generator[float, None, Any]
 """Work that pauses now and then, and says what share of it is done."""
@@ -203,48 +131,41 @@ Work = Generator[float, None, Any]
 class Training:
     """Runs that differ in seed and learning rate alone, trained as one net.
 
-    Random numbers depend on seed and epoch alone: whatever trains beside a run, and however often it is interrupted,
-    its numbers are the same to rounding.
+    Random numbers depend on seed and epoch alone. So a run gives the same numbers to rounding, whatever trains with it
+    and however often it is interrupted.
     """
 
     def __init__(self, group: Sequence[Run], folder: Path, device: torch.device) -> None:
         first = group[0]
         self.group, self.device, self.task = group, device, TASKS[first.task]
-        if any((r.norm, r.batch_size, r.images, r.epochs) != (first.norm, first.batch_size, first.images, first.epochs)
-               for r in group):  # fmt: skip
+        if len({replace(run, seed=0, learning_rate=0.0) for run in group}) > 1:
             raise ValueError("runs that train together differ in seed and learning rate alone")
-        if first.images < first.batch_size:
-            raise ValueError(f"{first.images} images do not fill a mini-batch of {first.batch_size}")
-        images = _load(first.task, folder, device)
-        self.size, self.count = first.batch_size, first.images
-        self.height, self.width = images.train.shape[2:]
-        self.padded = F.pad(images.train, [self.task.pad] * 4)
-        self.labels = images.train_labels
-        self._standardize_by(images.train)
-        rows = [self._split(each.seed, len(images.train)) for each in group]
+        if first.samples < first.batch_size:
+            raise ValueError(f"{first.samples} samples do not fill a mini-batch of {first.batch_size}")
+        found = load(first.task, folder, device)
+        self.size, self.count = first.batch_size, first.samples
+        self.inputs, self.labels = self.task.inputs(found.train), found.train_labels
+        rows = [self._split(each.seed, len(found.train)) for each in group]
         self.train, held_out = (torch.stack(part, 1).to(device) for part in zip(*rows, strict=True))
-        self.validation = Part(images.train, images.train_labels, held_out)
-        test = torch.arange(len(images.test), device=device)[:, None].expand(-1, len(group))
-        self.test = Part(images.test, images.test_labels, test)
+        self.validation = Part(found.train, found.train_labels, held_out)
+        test = torch.arange(len(found.test), device=device)[:, None].expand(-1, len(group))
+        self.test = Part(found.test, found.test_labels, test)
 
         self.net = nets.together(partial(self.task.net, first.norm), [each.seed for each in group]).to(device)
         self.adam = Adam(self.net.parameters(), [each.learning_rate for each in group], first.steps)
         self.total = torch.zeros(2, len(group), device=device)
         self.order = self.train.clone()
-        self.crops = Crops(*(torch.zeros_like(self.train, dtype=kind) for kind in (torch.long, torch.long, torch.bool)))
+        drawn = self.inputs.draw(1, torch.Generator())
+        self.drawn = tuple(torch.zeros_like(self.train, dtype=each.dtype) for each in drawn)
         self.next = torch.arange(self.size, device=device)
         self.curves: list[dict[str, list[float]]] = []
         self._eager, self._graph = _EAGER, cast(Any, None)
         self.memory: int | None = None  # known after the first step
 
-    def _standardize_by(self, images: Tensor) -> None:
-        deviation, mean = torch.std_mean(images.float(), (0, 2, 3), keepdim=True, correction=0)
-        self.mean, self.deviation = mean, deviation
-
     def _split(self, seed: int, known: int) -> tuple[Tensor, Tensor]:
-        """The images a run trains on, and those held out."""
+        """Return the rows a run trains on, and those held out."""
         if self.count + self.task.validation > known:
-            raise ValueError(f"expected 1 to {known - self.task.validation:,} training images, got {self.count:,}")
+            raise ValueError(f"expected 1 to {known - self.task.validation:,} training samples, got {self.count:,}")
         order = torch.randperm(known, generator=torch.Generator().manual_seed(seed))
         return order[self.task.validation :][: self.count], order[: self.task.validation]
 
@@ -266,8 +187,7 @@ class Training:
     def _step(self) -> None:
         index = self.next
         rows = self.order.index_select(0, index)
-        crops = Crops(*(each.index_select(0, index) for each in self.crops))
-        inputs = self._inputs(cut(self.padded, rows, crops, self.height, self.width))
+        inputs = self.inputs.varied(rows, tuple(each.index_select(0, index) for each in self.drawn))
         labels = self.labels[rows]
         self.net.zero_grad()
         outputs = self._outputs(inputs)
@@ -277,13 +197,9 @@ class Training:
         self._add(losses.detach(), outputs.detach(), labels)
         self.next += self.size
 
-    def _inputs(self, images: Tensor) -> Tensor:
-        """From ``(N, runs, C, H, W)`` in uint8 to what the net takes."""
-        return ((images.float() - self.mean) / self.deviation).flatten(1, 2)
-
     def _outputs(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.net(inputs)
-        return outputs.view(-1, len(self.group), CLASSES)
+        return outputs.view(-1, len(self.group), self.task.classes)
 
     def _add(self, losses: Tensor, outputs: Tensor, labels: Tensor) -> None:
         right = (outputs.argmax(2) == labels).float()
@@ -293,29 +209,43 @@ class Training:
 
     def run(self, checkpoint: Path | None = None) -> Work:
         """Train to the end and return what came out of each run."""
-        begun = kept = time.monotonic()
-        self._resume(checkpoint)
-        epochs = self.group[0].epochs
-        while len(self.curves) < epochs:
-            yield from self.epoch()
-            if checkpoint is not None and time.monotonic() - kept > _KEEP and len(self.curves) < epochs:
-                runs.write_tensors(checkpoint, self._state())
-                kept = time.monotonic()
+        begun = time.monotonic() - self._resume(checkpoint)
+        kept = time.monotonic()
+        epochs, unwritten = self.group[0].epochs, None
+        try:
+            while len(self.curves) < epochs:
+                yield from self.epoch()
+                if checkpoint is None or len(self.curves) == epochs:
+                    continue
+                unwritten = copy.deepcopy(self._state(time.monotonic() - begun))
+                if time.monotonic() - kept > _KEEP:
+                    runs.write_tensors(checkpoint, unwritten)
+                    kept, unwritten = time.monotonic(), None
+        except GeneratorExit:  # cut off: what is whole is kept
+            if checkpoint is not None and unwritten is not None:
+                runs.write_tensors(checkpoint, unwritten)
+            raise
         with torch.no_grad():
             test = self.evaluate(self.test)
         if checkpoint is not None:
             checkpoint.unlink(missing_ok=True)
         return self._results(test, time.monotonic() - begun)
 
-    def _resume(self, checkpoint: Path | None) -> None:
+    def _resume(self, checkpoint: Path | None) -> float:
+        """Load a checkpoint, if it exists, and return the seconds spent before."""
         state = runs.read_tensors(checkpoint, self.device) if checkpoint is not None else None
-        if state is not None:
-            self.net.load_state_dict(state["net"])
-            self.adam.load(state["adam"])
-            self.curves = state["curves"]
+        if state is None:
+            return 0.0
+        self.net.load_state_dict(state["net"])
+        self.adam.load(state["adam"])
+        self.curves = state["curves"]
+        seconds: float = state["seconds"]
+        return seconds
 
-    def _state(self) -> dict[str, Any]:
-        return {"net": self.net.state_dict(), "adam": self.adam.state(), "curves": self.curves}
+    def _state(self, seconds: float) -> dict[str, Any]:
+        return {
+            "net": self.net.state_dict(), "adam": self.adam.state(), "curves": self.curves, "seconds": seconds,
+        }  # fmt: skip
 
     def epoch(self) -> Work:
         """One epoch, and its validation."""
@@ -337,17 +267,16 @@ class Training:
         )  # fmt: skip
 
     def begin(self, number: int) -> None:
-        """Draw the order and the crops of an epoch, and begin new averages."""
+        """Draw the order and the variations of an epoch, and begin new averages."""
         for column, each in enumerate(self.group):
             random = torch.Generator().manual_seed(each.seed * 10_007 + number)
             order = torch.randperm(self.count, generator=random).to(self.device)
             self.order[:, column] = self.train[order, column]
-            crops = Crops.draw(self.count, self.task.pad, self.task.mirror, random)
-            for mine, drawn in zip(self.crops, crops, strict=True):
+            for mine, drawn in zip(self.drawn, self.inputs.draw(self.count, random), strict=True):
                 mine[:, column] = drawn.to(self.device)
         self.next.copy_(torch.arange(self.size))
         self.total.zero_()
-        nets.reset_statistics(self.net)
+        reset_statistics(self.net)
         self.net.train()
 
     def evaluate(self, part: Part) -> tuple[list[float], list[float]]:
@@ -356,7 +285,7 @@ class Training:
         self.total.zero_()
         for rows in torch.split(part.rows, _TEST_BATCH):
             labels = part.labels[rows]
-            outputs = self._outputs(self._inputs(part.images[rows]))
+            outputs = self._outputs(self.inputs.plain(part.samples[rows]))
             self._add(_losses(outputs, labels), outputs, labels)
         loss, accuracy = (self.total / len(part.rows)).tolist()
         return loss, accuracy

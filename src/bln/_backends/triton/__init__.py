@@ -1,0 +1,38 @@
+"""Triton kernels for a GPU: training and inference of the published form and of the grouped one.
+
+For backward they keep the input and small statistics. In compiled graphs training is operators that a compiler sees;
+inference a compiler fuses well by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._spec import Spec
+from . import functions, grouped, ops, published, ranks
+from .functions import infer, train, train_layer
+from .launch import KINDS
+
+__all__ = ["functions", "infer", "ops", "ranks", "train", "train_layer", "usable"]
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def usable(x: Tensor, channel_dim: int, spec: Spec, residual: Tensor | None, *others: Tensor | None) -> bool:
+    """Whether these tensors can be handled here: such as the kernels know, and not under a function transform."""
+    compiling = torch.compiler.is_compiling()
+    if x.dtype not in _TYPES or not (compiling or type(x) in KINDS) or x.numel() == 0:
+        return False
+    if spec.groups is None and (x.shape[channel_dim] > published.WIDEST or x.numel() // x.shape[0] >= 2**30):
+        return False
+    if spec.groups is not None and (spec.per_position or not grouped.usable(x, channel_dim, residual)):
+        return False
+    for other in others:
+        if other is None:
+            continue
+        if other.dtype not in _TYPES or not other.is_contiguous() or not (compiling or type(other) in KINDS):
+            return False
+    return compiling or not (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )

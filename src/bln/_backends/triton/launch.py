@@ -1,0 +1,180 @@
+"""How an input lies in memory, and launches of kernels past Triton's binding of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+
+from . import affine
+
+INTERPRETED = not isinstance(affine.measure, triton.runtime.JITFunction)
+KINDS = (Tensor, torch.nn.Parameter)
+T = TypeVar("T")
+
+
+class Shape(NamedTuple):
+    """An input seen as ``x[n, c, p]``, positions or features being contiguous in memory."""
+
+    n: int
+    c: int
+    p: int
+    channels_first: bool
+
+    @classmethod
+    def of(cls, x: Tensor, channel_dim: int) -> Shape | None:
+        """See an input so, if it lies so."""
+        n, c = x.shape[0], x.shape[channel_dim]
+        p = x.numel() // (n * c)
+        if channel_dim == x.dim() - 1:
+            return cls(n, c, p, False) if x.is_contiguous() else None
+        if channel_dim == 1 and x.is_contiguous():
+            return cls(n, c, p, True)
+        return cls(n, c, p, False) if x.movedim(channel_dim, -1).is_contiguous() else None
+
+
+def known(size: Any) -> int:
+    """The size; in a graph for any size, the one it is traced with."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
+
+
+class Launch:
+    """A kernel with its grid, numbers and constants, compiled by its first call.
+
+    After that it is launched without Triton's binding of arguments. All calls must agree in whatever Triton compiles
+    for: which pointers are ``None``, the types and the alignment of the others.
+
+    Args:
+        kernel: The kernel: pointers first, then what is decided here.
+        programs: How many programs to launch.
+        numbers: The arguments after pointers.
+        constants: The constants after those, in the order of the kernel.
+        num_warps: Warps in a program.
+    """
+
+    def __init__(
+        self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any], num_warps: int = 4,
+    ) -> None:  # fmt: skip
+        self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
+        self.options = {"num_warps": num_warps}
+        self.rest = (*numbers, *constants.values())
+        self.go: Callable[..., None] | None = None
+        """Launches the compiled kernel, given a stream and addresses."""
+
+    def __call__(self, stream: int, *pointers: Tensor | float | None) -> None:
+        """Launch, given tensors, ``None`` or numbers that change; the first call takes the current stream."""
+        if self.go is not None:
+            self.go(stream, *[each.data_ptr() if isinstance(each, Tensor) else each for each in pointers])
+            return
+        compiled = self.kernel[(self.programs,)](*pointers, *self.numbers, **self.constants, **self.options)
+        if not INTERPRETED:
+            head = compiled.function, compiled.packed_metadata, None, None, None
+            self.go = straight(compiled.run, self.programs, head, len(pointers), self.rest)
+
+
+def address(value: Tensor | None) -> int | None:
+    """Return where a tensor lies."""
+    return None if value is None else value.data_ptr()
+
+
+def itself(value: Tensor | None) -> Tensor | None:
+    """Return the tensor."""
+    return value
+
+
+def ready(*launches: Launch) -> tuple[Callable[[Any], Any], Sequence[Callable[..., None]]]:
+    """Return what launches want in place of tensors, and the fastest way to do them."""
+    compiled = [launch.go for launch in launches]
+    return (itself, launches) if None in compiled else (address, compiled)  # type: ignore[return-value]
+
+
+def straight(
+    run: Any, programs: int, head: tuple[Any, ...], pointers: int, rest: tuple[Any, ...]
+) -> Callable[..., None]:
+    """Return what launches a compiled kernel, past Triton's launcher if that only hands on its arguments.
+
+    Args:
+        run: Triton's launcher: it takes a grid, a stream, ``head``, pointers and ``rest``.
+        programs: How many programs to launch.
+        head: The kernel and its metadata.
+        pointers: How many pointers the kernel takes.
+        rest: The arguments after them.
+    """
+
+    def through(stream: int, *addresses: int | None) -> None:
+        run(programs, 1, 1, stream, *head, *addresses, *rest)
+
+    given: list[tuple[Any, ...]] = []
+    if not hasattr(run, "launch") or any(getattr(run, f"{kind}_scratch_size", 0) for kind in ("global", "profile")):
+        return through
+    probe = copy(run)
+    probe.launch = lambda *arguments: given.append(arguments)
+    marks = tuple(range(1, pointers + 1))
+    probe(programs, 1, 1, 0, *head, *marks, *rest)
+    launch, (first, behind) = run.launch, (given[0][:4], (*marks, *rest))
+    if first != (programs, 1, 1, 0):
+        return through
+    if given[0][-1] == behind:  # from Triton 3.7 on
+        middle = given[0][4:-1]
+        return lambda stream, *addresses: launch(programs, 1, 1, stream, *middle, (*addresses, *rest))
+    middle = given[0][4 : -len(behind)]
+    if given[0][len(middle) + 4 :] != behind:
+        return through
+    return lambda stream, *addresses: launch(programs, 1, 1, stream, *middle, *addresses, *rest)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A tensor whose first value lies as launches were compiled for."""
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.preserve_format)
+
+
+def like(value: Tensor, x: Tensor) -> Tensor:
+    """A tensor lying as ``x`` does, and aligned."""
+    if value.stride() == x.stride() and value.dtype == x.dtype:
+        return aligned(value)
+    return torch.empty_like(x).copy_(value)
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """A mask as the kernels read it."""
+    return None if mask is None else aligned(mask.contiguous().view(torch.uint8))
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream to launch on."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def typed(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """A gradient in its parameter's type."""
+    if parameter is None:
+        return None
+    return gradient if parameter.dtype == torch.float32 else gradient.to(parameter.dtype)
+
+
+def on_its_device(function: Callable[..., T]) -> Callable[..., T]:
+    """Launch on the device of the first tensor: Triton takes the current one."""
+
+    @wraps(function)
+    def launched(x: Tensor, *rest: Any, **options: Any) -> T:
+        if torch.compiler.is_compiling() or not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return function(x, *rest, **options)
+        with torch.cuda.device(x.device):
+            return function(x, *rest, **options)
+
+    return launched

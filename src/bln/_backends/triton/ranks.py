@@ -1,0 +1,82 @@
+"""The published form over several ranks, by the kernels in ``two_pass``; small tensors are joined by operators."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ... import formula
+from ..._distributed import messages
+from .functions import Call, prepared
+from .launch import like, on_its_device, stream_of, typed
+from .published import Plan, new
+
+
+@on_its_device
+def train(x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: messages.Task) -> tuple[Tensor, messages.Joined]:
+    """Algorithm 1 of the samples of all ranks: this rank's ``y``, and what all ranks together say of the mini-batch."""
+    seen, _, call = prepared(x, gamma, beta, None, task.channel_dim, task.spec)
+    y, joined = _Train.apply(seen, gamma, beta, call, task)  # type: ignore[no-untyped-call]
+    return (y.contiguous() if seen is not x and x.is_contiguous() else y), joined
+
+
+class _Train(torch.autograd.Function):
+    """Keeps the input and small statistics for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, call: Call, task: messages.Task
+    ) -> tuple[Tensor, messages.Joined]:
+        plan, stream = cast(Plan, call.plan), stream_of(call.device)
+        view = plan.view
+        q, c, entries = view.q, view.c, view.entries
+        mean, var, rows, features = new(x, q, c), new(x, q, c), new(x, 2, view.rows), new(x, 2, q)
+        partial, sums = plan.parts(stream, x, None, rows)
+        plan.join(stream, partial, sums, mean, var, features, new(x, plan.join.programs), new(x, 3, 1))
+
+        shape = [size for at, size in enumerate(x.shape) if at != task.channel_dim]
+        here = shape[1:] if task.spec.per_position else []
+        mean_F, var_F = (entries * features).view(2, *here)
+        own_mean, squares = (messages.fit(value.view(*here, c), task.positions) for value in (mean, entries * var))
+        sums_here = messages.sums_of(mean_F, var_F, entries, view.n, task)
+        joined_mean, joined_var, total = messages.join(own_mean, squares, sums_here, task)
+        joined = messages.conclude(joined_mean, joined_var, total, task)
+
+        w_B, w_F = formula.weights(joined.statistics.inverse_m, task.spec.mix_eps, c, task.spec.dim_scale)
+        behind = 1 / total.entries.clamp(min=1)
+        weights = torch.stack([value.expand(behind.shape).reshape(-1)[:q] for value in (w_B, w_F, behind)])
+        mean, var = (value.reshape(-1, c)[:q].contiguous() for value in (joined_mean, joined_var))
+        y = torch.empty_like(x)
+        plan.normalize(stream, x, y, None, gamma, beta, mean, var, None, None, weights, q, 0.0, 0.0)
+        ctx.call, ctx.task = call, task
+        ctx.save_for_backward(x, gamma, beta, mean, var, rows, weights)
+        return y, joined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        task: messages.Task = ctx.task
+        x, gamma, beta, mean, var, rows, weights = ctx.saved_tensors
+        plan, stream = cast(Plan, call.plan), stream_of(call.device)
+        q, c = plan.view.q, plan.view.c
+        dy = like(dy, x)
+        partial = new(x, 3, plan.measure_backward.parts, q, c)
+        plan.measure_backward(stream, x, dy, None, mean, rows, partial)
+        total, dot_B, dot_F = partial.sum(1)
+        w_B, w_F, behind = weights[..., None].unbind()
+        r_B = (var + task.spec.eps).rsqrt()
+        d_gamma = typed((w_B * r_B * dot_B + w_F * dot_F).sum(0), gamma)
+        d_beta = typed(total.sum(0), beta)
+        if not ctx.needs_input_grad[0]:
+            return None, d_gamma, d_beta, None, None
+        scale = w_B * r_B if gamma is None else gamma.float() * (w_B * r_B)
+        message = (torch.stack([total, r_B * (r_B * dot_B)], -2) * scale.unsqueeze(-2)).view(q, 2, c)
+        message = messages.add_up(messages.fit(message, (task.known,)), task).view(-1, 2, c)[:q]
+        shares = (message * behind.unsqueeze(-1)).transpose(0, 1).contiguous()
+        dx = torch.empty_like(x)
+        plan.differentiate(stream, x, dy, dx, None, gamma, mean, var, rows, shares, weights, q)
+        return dx, d_gamma, d_beta, None, None

@@ -1,0 +1,56 @@
+"""Masks of padded inputs: what they hide, and how many samples and entries they leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._spec import Spec
+
+
+def hide(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
+    """0 at hidden entries: whatever stands there, NaN included, is gone."""
+    return x if mask is None else torch.where(mask.unsqueeze(channel_dim), x, 0)
+
+
+def is_host_readable(value: Tensor) -> bool:
+    """Whether its values may be looked at: where that costs no synchronization and breaks no graph."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(value) is not Tensor
+    return not traced and value.device.type == "cpu"
+
+
+def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tuple[int | Tensor, int | Tensor]:
+    """``m``, and the entries in each batch statistic, of ``(N, *positions)``: under a mask, at each position."""
+    if mask is None:
+        return shape[0], shape[0] if per_position else math.prod(shape)
+    if per_position:
+        m = mask.sum(0)
+        return m, m
+    return present(mask).sum(), mask.sum()
+
+
+def samples_at(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> tuple[int | Tensor, tuple[int, ...]]:
+    """``m`` of an input, and the positions that have statistics of their own."""
+    shape = list(x.shape)
+    del shape[channel_dim]
+    return count(shape, mask, spec.per_position)[0], positions_of(x, channel_dim, spec)
+
+
+def positions_of(x: Tensor, channel_dim: int, spec: Spec) -> tuple[int, ...]:
+    """The positions of an input that have statistics of their own."""
+    shape = list(x.shape)
+    del shape[channel_dim]
+    return tuple(shape[1:]) if spec.per_position else ()
+
+
+def present(mask: Tensor) -> Tensor:
+    """Find the samples that have any real entry."""
+    return mask.reshape(mask.shape[0], math.prod(mask.shape[1:])).any(1)
+
+
+def clamp_count(count: int | Tensor) -> int | Tensor:
+    """Clamp a count to 1, for use as a divisor."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

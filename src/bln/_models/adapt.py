@@ -1,0 +1,234 @@
+"""Fit a pretrained net's batch statistics to the data of each request, without training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._search.rebatch import count_samples
+from ..config import CURRENT, POPULATION, StatisticsConfig
+from ..layer import BatchLayerNorm
+from . import calibrate as models
+from .convert import replacements
+
+CANDIDATES: tuple[float, ...] = (POPULATION, 64.0, 16.0, 4.0)
+"""The prior strengths to choose from; of equals the first is taken, which depends least on its batch."""
+_ROUNDS = 3
+"""Passes over all batches until their joint statistics settle: those of a layer depend on the layers before."""
+
+
+class Adaptation:
+    """The changes ``bln.adapt`` made to a model; ``undo()`` takes them back.
+
+    Attributes:
+        prior: The prior strength of all layers; infinite where the population was the best choice.
+        agreement: For each candidate, how well its answers agree with those of all batches together; empty without
+            batches.
+        layers: The adapted layers by name.
+        notes: Norms that were left as they are, and why.
+    """
+
+    def __init__(self, model: nn.Module, memory: int | None) -> None:
+        found, self.notes = replacements(model, groups=1, batch_norms=True)
+        if model in found:
+            raise ValueError(
+                f"the model is itself a {type(model).__name__}, which cannot be replaced in place; put it in "
+                "nn.Sequential"
+            )
+        self._model = model
+        models.swap(model, found)
+        self._norms = {new: old for old, new in found.items()}
+        self.prior = POPULATION
+        self.agreement: dict[float, float] = {}
+        self.layers = {name: layer for name, layer in models.layers(model).items() if _takes_batch_statistics(layer)}
+        self._before = {layer: (layer.config, layer.memory) for layer in self.layers.values()}
+        try:
+            if not self.layers:
+                raise ValueError(
+                    f"{type(model).__name__} has no norm with batch statistics, so there is nothing to adapt: those of "
+                    "GroupNorm, LayerNorm and InstanceNorm are each sample's own. Without training such a net cannot "
+                    "be fitted to other data" + "".join(f"\n  {note}" for note in self.notes)
+                )
+            for layer in self.layers.values():
+                layer.memory = memory
+        except BaseException:
+            self.undo()
+            raise
+
+    def set_prior(self, prior: float) -> None:
+        """Give all layers this prior strength for batch statistics; feature statistics stay as configured."""
+        for layer, (config, _) in self._before.items():
+            layer.config = StatisticsConfig.of([prior, prior, *config.priors[2:]])
+        self.prior = prior
+
+    def forget(self) -> None:
+        """Forget the requests that are remembered."""
+        for layer in self.layers.values():
+            if layer.memory is not None:
+                layer.memory.reset()
+
+    def undo(self) -> None:
+        """Put back the norms, configurations and memories that were there before."""
+        for layer, (config, memory) in self._before.items():
+            layer.config = config
+            layer._memory = memory
+        for new, old in self._norms.items():
+            old.train(new.training)
+        models.swap(self._model, self._norms)
+        self._before, self._norms, self.layers = {}, {}, {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The memory of recent requests, which the model's own state dict does not hold."""
+        remembering = {name: layer.memory for name, layer in self.layers.items() if layer.memory is not None}
+        return {f"{name}.{part}": t.clone() for name, m in remembering.items() for part, t in m.named_buffers()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the memory of a net with the same layers."""
+        own = self.state_dict()
+        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
+            raise ValueError(
+                f"expected the memory of {len(own)} tensors, {', '.join(list(own)[:3])} ..., got {len(state)}, "
+                f"{', '.join(list(state)[:3])} ..., or others of another shape; adapt the same net with memory= first"
+            )
+        for name, layer in self.layers.items():
+            for part, buffer in layer.memory.named_buffers() if layer.memory is not None else ():
+                buffer.copy_(state[f"{name}.{part}"])
+
+    def __repr__(self) -> str:
+        agreement = ", ".join(f"{_named(prior)}: {share:.3f}" for prior, share in self.agreement.items())
+        chosen = f", agreement={{{agreement}}}" if agreement else ""
+        return f"Adaptation(prior={_named(self.prior)}, {len(self.layers)} layers{chosen})"
+
+
+def adapt(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    prior: float = 16,
+    memory: int | None = None,
+    step: models.Step | None = None,
+) -> Adaptation:
+    """Let a pretrained BatchNorm net fit its statistics to the data of each request, in place and without training.
+
+    Population statistics describe the training data. Where a deployed net meets other data, such as blurred or darker
+    images, the statistics of the request serve better, the more samples it has. Batch norms become BLN layers with one
+    difference: in ``eval()`` batch statistics are shrunk from the request's towards the population's, whose share is
+    ``prior / (prior + samples of the request)``. BLN layers of the model get the same prior.
+
+    With batches of the new data, unlabelled and composed as requests will be, the prior is chosen: its answers to
+    single batches agree best with the answers to all batches together. For batches sorted by class, whose statistics
+    differ from those of the data, that is a larger prior or the population, which limits the harm.
+
+    Args:
+        model: A model with BatchNorm or BLN layers. Put it into ``eval()``: in training nothing changes.
+        batches: Unlabelled batches to choose the prior by: a tensor, a tuple whose first element is the input, or a
+            dict. A few hundred samples are enough. They are kept in memory.
+        prior: The prior strength, in samples, where there are no batches.
+        memory: The most samples of recent requests to count as samples of the current one. Requests of one sample
+            then adapt too, after some time.
+        step: ``step(model, batch) -> outputs``, for batches or models unlike these.
+
+    Returns:
+        An ``Adaptation``, whose ``undo()`` restores the net.
+
+    Examples:
+        >>> import torch, bln
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()).eval()
+        >>> adaptation = bln.adapt(net, prior=16)
+        >>> net[1].config
+        StatisticsConfig('16 16 F F')
+        >>> adaptation.undo()
+        >>> net[1].__class__.__name__
+        'BatchNorm2d'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch module, got {type(model).__name__}")
+    StatisticsConfig(prior, prior, True, True)  # refuses a wrong prior
+    model = models.unwrapped(model)
+    if batches is not None:
+        models.check_batches(batches)
+        batches = list(batches)
+        if not batches:
+            raise ValueError(
+                "adapt got no batches to choose by; was the iterable used up before? Leave batches away "
+                "to set prior= as it is"
+            )
+    adaptation = Adaptation(model, memory)
+    try:
+        if batches is not None:
+            adaptation.agreement = _agreement(adaptation, model, batches, step or models.run)
+            prior = max(adaptation.agreement, key=lambda k: adaptation.agreement[k])
+            adaptation.forget()
+        adaptation.set_prior(prior)
+    except BaseException:
+        adaptation.undo()
+        raise
+    if adaptation.notes:
+        warnings.warn("bln.adapt:\n  " + "\n  ".join(adaptation.notes), stacklevel=2)
+    return adaptation
+
+
+def _takes_batch_statistics(layer: BatchLayerNorm) -> bool:
+    """Whether batch statistics have any weight; after a conversion from GroupNorm or LayerNorm they have none."""
+    population = layer.population
+    known = population.updates[-1] > 0
+    return not bool((known & (1 - population.inverse_m - layer.mix_eps == 0)).all())
+
+
+@torch.no_grad()
+def _agreement(
+    adaptation: Adaptation, model: nn.Module, batches: list[Any], step: Callable[[nn.Module, Any], Any]
+) -> dict[float, float]:
+    """For each candidate, how well its answers to single batches agree with those to all batches together."""
+    layers = adaptation.layers.values()
+    memories = {layer: layer.memory for layer in layers}
+    samples = [count_samples(batch) for batch in batches]
+
+    def answers() -> list[Tensor]:
+        return [_tensor(step(model, batch)) for batch in batches]
+
+    with models.preserved(model), models.uncompiled():
+        model.eval()
+        for layer in layers:
+            layer.memory = sum(samples)
+        adaptation.set_prior(CURRENT)
+        for _ in range(_ROUNDS):
+            joint = answers()
+        found = {}
+        for prior in CANDIDATES:
+            for layer, memory in memories.items():
+                layer._memory = memory
+            adaptation.forget()
+            adaptation.set_prior(prior)
+            shares = [_alike(*pair) for pair in zip(answers(), joint, strict=True)]
+            found[prior] = sum(share * n for share, n in zip(shares, samples, strict=True)) / sum(samples)
+    return found
+
+
+def _tensor(outputs: Any) -> Tensor:
+    """The tensor of answers in a model's output: its logits, or its first element."""
+    answers = getattr(outputs, "logits", outputs)
+    answers = answers[0] if isinstance(answers, tuple | list) and answers else answers
+    if not isinstance(answers, Tensor) or not answers.dim():
+        raise TypeError(
+            f"adapt compares answers, and was given a {type(outputs).__name__} of the model; pass step=, a function "
+            "step(model, batch) that returns a tensor of them, one for each sample"
+        )
+    return answers.float()
+
+
+def _alike(answers: Tensor, joint: Tensor) -> float:
+    """The share of equal classes; for a single number per sample, minus the squared difference."""
+    if answers.dim() > 1 and answers.shape[1] > 1:
+        return float((answers.argmax(1) == joint.argmax(1)).float().mean())
+    return -float((answers - joint).square().mean())
+
+
+def _named(prior: float) -> str:
+    return "T" if prior == POPULATION else f"{prior:g}"

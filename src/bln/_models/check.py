@@ -1,0 +1,161 @@
+"""What ``convert`` would do to a model, and what a training step costs before and after: ``bln convert-check``."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .convert import convert, replacements
+
+_ROUNDS, _SECONDS, _FEWEST = 20, 20.0, 3
+"""Steps of each model that are timed; fewer where that takes longer than the seconds, but never below the fewest."""
+
+
+def load(place: str) -> nn.Module:
+    """Return the model at ``package.module:factory``, in the present folder too; a factory is called."""
+    module, _, attribute = place.partition(":")
+    if not (module and attribute):
+        raise ValueError(f"expected MODULE:FACTORY, as in torchvision.models:resnet18, got {place!r}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"no model at {place!r}: {error}") from None
+    model = found if isinstance(found, nn.Module) else found()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{place} gives a {type(model).__name__}, expected a torch module")
+    return model
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds per step, as median, first and third quartile of ``rounds`` steps."""
+
+    before: tuple[float, float, float]
+    after: tuple[float, float, float]
+    rounds: int
+
+    def __str__(self) -> str:
+        def shown(times: tuple[float, float, float]) -> str:
+            median, low, high = (f"{1e3 * v:.3g}" if v < 0.1 else f"{1e3 * v:.0f}" for v in times)
+            return f"{median} ms ({low} to {high})"
+
+        return (
+            f"{shown(self.before)} before, {shown(self.after)} after: {self.after[0] / self.before[0]:.2f} times; "
+            f"medians and quartiles of {self.rounds} steps of each, in turn"
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """What ``convert`` does to a model.
+
+    Attributes:
+        replaced: The name, class and replacement of each norm that is replaced.
+        notes: What is left or lost, and why.
+        difference: How far outputs in ``eval()`` move, over their largest value; ``None`` without an input.
+        step: The time of a training step; ``None`` without an input.
+    """
+
+    replaced: list[tuple[str, str, str]]
+    notes: list[str]
+    difference: float | None = None
+    step: Step | None = None
+
+    def __str__(self) -> str:
+        lines = [f"convert replaces {len(self.replaced)} norms"]
+        if self.replaced:
+            rows = [("name", "class", "becomes"), *self.replaced]
+            widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+            lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {new}" for name, kind, new in rows]
+        lines += self.notes or ["No norm is left."]
+        if self.difference is not None:
+            lines.append(f"Outputs in eval() move by {self.difference:.1g} of the largest.")
+        if self.step is not None:
+            lines.append(f"A training step, forward and backward: {self.step}.")
+        return "\n".join(lines)
+
+
+def check(
+    model: nn.Module, input_shape: tuple[int, ...] | None = None, *, groups: int = 8, device: str | torch.device = "cpu"
+) -> Check:
+    """Try ``convert(model, groups=groups)`` on copies.
+
+    Args:
+        model: Any module.
+        input_shape: The shape of random inputs, samples first, to compare outputs and time training steps on.
+        groups: As in ``convert``.
+        device: Where to run it.
+    """
+    model = model.to(device)
+    found, notes = replacements(model, groups)
+    replaced = [
+        (name or "the model", type(module).__name__, " ".join(str(found[module]).split()))
+        for name, module in model.named_modules()
+        if module in found
+    ]
+    if input_shape is None:
+        return Check(replaced, notes)
+    if not replaced:
+        return Check(replaced, [*notes, "There is nothing to compare."])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those are the notes
+        models = copy.deepcopy(model), convert(copy.deepcopy(model), groups=groups)
+    x = torch.randn(input_shape, device=device)
+    try:
+        with torch.no_grad():
+            pairs = zip(*(_floats(each.eval()(x)) for each in models), strict=True)
+            moved = max(((new - old).abs().max() / old.abs().max()).item() for old, new in pairs)
+        times = _time([each.train() for each in models], x)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"the model cannot be run on random inputs of shape {tuple(input_shape)}: {error}") from error
+    before, after = map(_spread, times)
+    return Check(replaced, notes, moved, Step(before, after, len(times[0])))
+
+
+def _floats(outputs: Any) -> list[Tensor]:
+    """The floating point tensors of a model's outputs."""
+    outputs = dict(outputs) if hasattr(outputs, "keys") else outputs
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _time(models: list[nn.Module], x: Tensor) -> list[list[float]]:
+    """Time training steps of the models in turn, so that all meet the same disturbances."""
+    times: list[list[float]] = [[] for _ in models]
+    for model in models * 2:  # kernels are chosen and compiled, memory is allocated
+        _step(model, x)
+    begun = time.perf_counter()
+    for done in range(_ROUNDS):
+        if done >= _FEWEST and time.perf_counter() - begun > _SECONDS:
+            break
+        for model, found in zip(models, times, strict=True):
+            started = time.perf_counter()
+            _step(model, x)
+            found.append(time.perf_counter() - started)
+    return times
+
+
+def _step(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad(set_to_none=True)
+    torch.stack([y.float().square().mean() for y in _floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
+    if x.device.type != "cpu":
+        torch.accelerator.synchronize(x.device)
+
+
+def _spread(times: list[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return median, low, high

@@ -1,0 +1,169 @@
+"""Make a model ready for deployment: fold the layers that have become a fixed map into their neighbours."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .._activation import MODULES
+from ..layer import BatchLayerNorm
+from ..population import STATISTICS
+from .affine import FixedMap
+from .calibrate import hooked, required_layers, swap, unwrapped
+from .neighbours import TRANSPOSED, Neighbour, Places, call, watch
+
+
+@dataclass(frozen=True)
+class FreezeReport:
+    """What became of each BLN layer, by name; ``print`` it."""
+
+    folded: dict[str, str] = field(default_factory=dict)
+    """Layers that are gone, and the layer that each was folded into."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """Layers that are one multiply-add now, a ``bln.Affine``, and why they could not be folded."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Layers that are BLN as before, and why."""
+    difference: float | None = None
+    """How far the example's outputs moved, over their largest value; ``None`` without an example."""
+
+    def __str__(self) -> str:
+        groups = {"folded": self.folded, "kept": self.kept, "left": self.left}
+        lines = [
+            f"bln.freeze: {len(self.folded)} folded away, {len(self.kept)} kept as one multiply-add, "
+            f"{len(self.left)} left as they are"
+        ]
+        width = max((len(name) for group in groups.values() for name in group), default=0)
+        for what, group in groups.items():
+            lines += [f"  {what:6}  {name or 'the model':{width}}  {why}" for name, why in group.items()]
+        if self.difference is not None:
+            lines.append(f"  outputs of the example moved by {self.difference:.1g} of their largest value")
+        return "\n".join(lines)
+
+
+@overload
+def freeze(model: nn.Module, example: Any = ..., *, report: Literal[False] = ...) -> nn.Module: ...
+@overload
+def freeze(model: nn.Module, example: Any = ..., *, report: Literal[True]) -> tuple[nn.Module, FreezeReport]: ...
+def freeze(
+    model: nn.Module, example: Any = None, *, report: bool = False
+) -> nn.Module | tuple[nn.Module, FreezeReport]:
+    """Put the model into ``eval()`` and turn its ``TTTT`` layers into what they then are: a fixed scale and shift.
+
+    With all four statistics from the population, BLN is ``y = scale * x + shift`` for each position and feature. Where
+    that is exact, it is folded into the layer before or after: ``nn.Linear``, a convolution, or a linear layer after a
+    flatten. Elsewhere it becomes one operation, ``bln.Affine``, which keeps the layer's activation. Layers with another
+    configuration are left as they are. Outputs stay the same up to rounding.
+
+    Nothing is folded across a nonlinearity or other operations. A layer that is used twice, shares weights, has hooks,
+    parametrizations or less than float32 precision takes nothing in (freeze first, then ``.half()``). A convolution
+    that pads with zeros takes in no shift. Neighbours are found by ``torch.fx``.
+
+    The model is changed in place and is for inference from then on: ``train()`` brings back dropout, but no mini-batch
+    statistics. Save the state dict before freezing, and freeze after loading. Call it as a whole: a part that is called
+    by itself may give other results.
+
+    Args:
+        model: A trained model with BLN layers, compiled or wrapped or not. If it is itself one, use what is returned.
+        example: An input, a tuple of inputs or a dict of arguments, run through the model before and after. It shows
+            what ``torch.fx`` cannot: the rank of inputs, which optional arguments are given, and the parts that are
+            called by a model that cannot be traced as a whole. Other calls are then not considered.
+        report: Return ``(model, report)``; the report says what became of each layer.
+
+    Returns:
+        The model, and the ``FreezeReport`` if asked for.
+
+    Examples:
+        >>> import torch, bln
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), bln.BatchLayerNorm(8, config="TTTT"), nn.Linear(8, 2))
+        >>> _ = net(torch.randn(16, 4))
+        >>> net, report = bln.freeze(net, report=True)
+        >>> print(report)
+        bln.freeze: 1 folded away, 0 kept as one multiply-add, 0 left as they are
+          folded  2  into 3
+    """
+    found, wrapper, model = required_layers(model), model.eval(), unwrapped(model)
+    calls, before = (None, None) if example is None else watch(model, example)
+    done = FreezeReport()
+    replacements: dict[nn.Module, nn.Module] = {}
+    folds: list[tuple[Neighbour, FixedMap]] = []
+    with torch.inference_mode(False), torch.no_grad():
+        places = Places(model, calls)
+        for name, layer in found.items():
+            if why := _not_fixed(layer):
+                done.left[name] = why
+                continue
+            fixed = FixedMap(layer)
+            neighbour = places.find(layer, fixed)
+            if isinstance(neighbour, str):
+                replacements[layer], done.kept[name] = fixed.affine(), neighbour
+            else:
+                replacements[layer] = nn.Identity() if layer.activation is None else MODULES[layer.activation]()
+                done.folded[name] = f"into {places.names[neighbour.module]}"
+                folds.append((neighbour, fixed))
+        for neighbour, fixed in folds:  # nothing is changed before everything is decided
+            _fold(neighbour, fixed)
+    swap(model, replacements)
+    frozen = replacements.get(model, model).eval()
+
+    if not replacements:
+        reasons = "".join(f"\n  {name or 'the model'}: {why}" for name, why in done.left.items())
+        warnings.warn(f"bln.freeze: every layer is left as it is:{reasons}", stacklevel=2)
+    if before is not None:
+        done = replace(done, difference=difference(before, call(frozen, example)))
+    frozen = wrapper if frozen is model else frozen
+    return (frozen, done) if report else frozen
+
+
+def _not_fixed(layer: BatchLayerNorm) -> str | None:
+    """Why a layer cannot be written as a fixed scale and shift."""
+    if type(layer) is not BatchLayerNorm or "forward" in vars(layer):
+        return f"{type(layer).__name__} may compute something else than BatchLayerNorm"
+    if hooked(layer):
+        return "it has hooks"
+    if str(layer.config) != "TTTT":
+        return f"{layer.config} looks at the current input; with TTTT alone it is a fixed map"
+    if not (layer.population.updates[STATISTICS.index("inverse_m")] > 0).all():
+        return "it has not been trained or calibrated yet, at some position: m would be that of each input"
+    return None
+
+
+def _fold(neighbour: Neighbour, fixed: FixedMap) -> None:
+    """Change a module's parameters, in float64; they are new objects, so that older references keep the old values."""
+    module: Any = neighbour.module
+    weight, bias = module.weight, module.bias
+    groups, transposed = getattr(module, "groups", 1), isinstance(module, TRANSPOSED)
+    scale, shift = fixed.flattened(module.in_features) if neighbour.flattened else fixed.uniform  # type: ignore
+    scale, shift = scale.to(weight.device), shift.to(weight.device)
+
+    # (groups, outputs, inputs, *kernel); a transposed convolution has inputs first
+    taps = weight.double().reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+    taps = taps.transpose(1, 2) if transposed else taps
+    kernel = [1] * (taps.dim() - 3)
+    new_bias = taps.new_zeros(taps.shape[0] * taps.shape[1]) if bias is None else bias.double()
+    if neighbour.side == "before":
+        taps = taps * scale.reshape(groups, -1, 1, *kernel)
+        new_bias = scale * new_bias + shift
+    else:
+        if shift.any():
+            new_bias = new_bias + (taps * shift.reshape(groups, 1, -1, *kernel)).flatten(2).sum(2).flatten()
+        taps = taps * scale.reshape(groups, 1, -1, *kernel)
+    taps = (taps.transpose(1, 2) if transposed else taps).reshape(weight.shape)
+    module.weight = nn.Parameter(torch.empty_like(weight).copy_(taps), requires_grad=weight.requires_grad)
+    if bias is not None or new_bias.any():
+        like = weight if bias is None else bias
+        module.bias = nn.Parameter(new_bias.to(like.dtype), requires_grad=like.requires_grad)
+
+
+def difference(before: Any, after: Any) -> float:
+    """The largest difference of two outputs, over the largest value."""
+    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
+    tensors = [(a.double(), b.double()) for a, b in pairs if isinstance(a, Tensor) and a.is_floating_point()]
+    largest = max((a.abs().max().item() for a, _ in tensors if a.numel()), default=0.0)
+    moved = max(((a - b).abs().max().item() for a, b in tensors if a.numel()), default=0.0)
+    return moved / largest if largest else moved

@@ -1,0 +1,194 @@
+"""Add a BLN layer after every nonlinearity of a model that has none (eq 27)."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import redirect_stderr
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from ..layer import BatchLayerNorm
+from .calibrate import preserved
+
+NONLINEARITIES = (
+    nn.Tanh, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Hardswish, nn.Softplus,
+)  # fmt: skip
+
+_FEATURES_SECOND = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+_FEATURES_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm)
+_KEEP_LAYOUT = (
+    "pool", "drop", "norm", "pad", "add", "sub", "mul", "div", "upsample", "interpolate", "identity", "clone",
+)  # fmt: skip
+
+
+def insert(
+    model: nn.Module,
+    example: Any,
+    after: type[nn.Module] | tuple[type[nn.Module], ...] = NONLINEARITIES,
+    *,
+    channel_dim: int | None = None,
+    **kwargs: Any,
+) -> fx.GraphModule:
+    """Add a BLN layer after every nonlinearity: ``z = BLN(g(Wu + b))``, eq 27.
+
+    The model is traced by ``torch.fx``, which finds modules, functions (``torch.tanh``, ``F.relu``) and methods
+    (``x.relu()``), but does not look inside torch's own modules, such as ``nn.LSTM``. Each place that has no BLN yet
+    gets a layer of its own. The result shares the model's modules and parameters.
+
+    Args:
+        model: A model ``torch.fx`` can trace: no control flow on data.
+        example: An input, or a tuple of inputs, to learn the shapes from. It runs through the model once, in
+            ``eval()`` and without gradients.
+        after: The nonlinearities, as a module type or several.
+        channel_dim: The dimension of features. ``None`` infers it from the layer before: 1 after a convolution, -1
+            after a linear layer.
+        **kwargs: Passed on to ``BatchLayerNorm``.
+
+    Returns:
+        A ``torch.fx.GraphModule``.
+
+    Examples:
+        >>> import torch, bln
+        >>> from torch import nn
+        >>> net = bln.insert(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(3, 4))
+        >>> bln.layers(net)
+        {'_1_bln': BatchLayerNorm(8, channel_dim=-1, position_shape=None, config=TTFF)}
+    """
+    after = after if isinstance(after, tuple) else (after,)
+    if not all(isinstance(kind, type) for kind in after):
+        raise TypeError(f"after must be a module type such as nn.Tanh, or a tuple of some, got {after}")
+    try:
+        graph = Tracer().trace(model)
+    except Exception as error:
+        raise ValueError(
+            f"torch.fx cannot trace {type(model).__name__} ({error}); place bln.BatchLayerNorm by hand, behind each "
+            "nonlinearity"
+        ) from error
+    traced = fx.GraphModule(model, graph)
+    _propagate_shapes(traced, example if isinstance(example, tuple) else (example,))
+
+    names = {kind.__name__.lower() for kind in after}
+    nonlinear = [node for node in traced.graph.nodes if _is_nonlinear(node, after, names)]
+    found = [node for node in nonlinear if not _has_layer(node)]
+    if nonlinear and not found:
+        raise ValueError(f"each nonlinearity of {type(model).__name__} has a BatchLayerNorm behind it already")
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has none of the nonlinearities {', '.join(kind.__name__ for kind in after)}; "
+            "pass after="
+        )
+    like = next(model.parameters(), torch.empty(0))
+    for node in found:
+        _refuse_in_place(node)
+        shape = node.meta["tensor_meta"].shape
+        dim = _find_channel_dim(node) if channel_dim is None else channel_dim
+        if not (isinstance(dim, int) and -len(shape) < dim < len(shape) and dim != 0):
+            raise ValueError(
+                f"channel_dim must be a dimension of {node.name}, whose shape is {tuple(shape)}, but not that of "
+                f"samples: 1, or -1 for features last; got {dim!r}"
+            )
+        layer = BatchLayerNorm(shape[dim], channel_dim=dim, **{"device": like.device, "dtype": like.dtype, **kwargs})
+        name = _unused_name(traced, f"{node.name}_bln")
+        traced.add_submodule(name, layer.train(model.training))
+        with traced.graph.inserting_after(node):
+            placed = traced.graph.call_module(name, (node,))
+        node.replace_all_uses_with(placed, delete_user_cb=lambda user, placed=placed: user is not placed)
+    traced.recompile()
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and "dropout" in node.target.__name__:
+            warnings.warn(
+                f"bln.insert: {node.name} is a function, so tracing fixed whether it drops; train() and eval() do not "
+                "change that any more. Use an nn.Dropout module",
+                stacklevel=2,
+            )
+    return traced
+
+
+class Tracer(fx.Tracer):
+    """A tracer that takes a BLN layer for one operation, as it does torch's own."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether not to trace inside ``m``."""
+        return isinstance(m, BatchLayerNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _propagate_shapes(traced: fx.GraphModule, example: tuple[Any, ...]) -> None:
+    try:
+        with preserved(traced), torch.no_grad(), redirect_stderr(StringIO()):  # where it prints the error, too
+            ShapeProp(traced.eval()).propagate(*example)
+    except Exception as error:
+        given = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in example)
+        raise ValueError(
+            f"the example does not run through the model: {error.__cause__ or error}. It was {given}; pass an input, "
+            "or a tuple of inputs"
+        ) from error
+
+
+def called(node: fx.Node) -> nn.Module | None:
+    """The module that a node calls, if it calls one."""
+    root = node.graph.owning_module
+    return root.get_submodule(str(node.target)) if node.op == "call_module" and root is not None else None
+
+
+def _name(node: fx.Node) -> str:
+    """The name of what a node calls, alike for a module type, a function and a method."""
+    name = getattr(node.target, "__name__", node.target) if (module := called(node)) is None else type(module).__name__
+    return str(name).lower().strip("_").replace("_", "")
+
+
+def _is_nonlinear(node: fx.Node, after: tuple[type, ...], names: set[str]) -> bool:
+    """Whether a node applies one of these nonlinearities to samples with features."""
+    module = called(node)
+    function = node.op in ("call_function", "call_method") and _name(node) in names
+    return (function if module is None else type(module) in after) and len(node.meta["tensor_meta"].shape) >= 2
+
+
+def _has_layer(node: fx.Node) -> bool:
+    """Whether BLN follows a node."""
+    return any(isinstance(called(user), BatchLayerNorm) for user in node.users)
+
+
+def _refuse_in_place(node: fx.Node) -> None:
+    """Refuse a nonlinearity in place whose input is used again: that use would bypass the layer."""
+    source = node.all_input_nodes[0]
+    in_place = node.kwargs.get("inplace") or str(getattr(node.target, "__name__", node.target)).endswith("_")
+    if in_place and len(source.users) > 1:
+        raise ValueError(
+            f"{node.name} works in place, and its input {source.name} is used again: those uses would miss the layer. "
+            f"Write {source.name} = F.relu({source.name}), or the like"
+        )
+
+
+def _unused_name(module: nn.Module, name: str) -> str:
+    return name if not hasattr(module, name) else _unused_name(module, name + "_again")
+
+
+def _find_channel_dim(node: fx.Node) -> int:
+    """Find the dimension of features from the layer that made them, past operations that keep the layout."""
+    shape = tuple(node.meta["tensor_meta"].shape)
+    if len(shape) == 2:
+        return -1
+    nonlinear = {kind.__name__.lower() for kind in NONLINEARITIES}
+    waiting = list(node.all_input_nodes)
+    for source in waiting:
+        module, name = called(source), _name(source)
+        if isinstance(module, _FEATURES_SECOND) or name.startswith("conv"):
+            return 1
+        if isinstance(module, _FEATURES_LAST) or name == "linear":
+            return -1
+        if isinstance(module, BatchLayerNorm):
+            return module.channel_dim
+        if name not in nonlinear and not any(part in name for part in _KEEP_LAYOUT):
+            break
+        waiting += (source for source in source.all_input_nodes if source not in waiting)
+    raise ValueError(
+        f"cannot tell where the features of {node.name}, shape {shape}, stand; pass channel_dim=1 for "
+        "(N, C, *positions) or channel_dim=-1 for (N, *positions, C)"
+    )

@@ -1,0 +1,280 @@
+"""The BLN layer that computes the same as a given norm."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._activation import MODULES, Activation
+from ..layer import BatchLayerNorm
+from .calibrate import HOOKS, hooked
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
+
+
+class NormAct(nn.Sequential):
+    """A BLN layer, ``norm``, followed by the modules of the old norm under their old names.
+
+    Other attributes are looked up in ``norm``: ``weight``, ``bias``, ``eps``, ``config``.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "norm":
+                raise
+            return getattr(self.norm, name)
+
+
+# ---- which BLN layer computes what a norm does
+
+
+class _Rule(NamedTuple):
+    """The BLN layer that computes the same as a norm."""
+
+    kind: Literal["batch", "sample"]
+    """Which statistics have all the weight: the batch's (``1/m = 0``) or the sample's (``1/m = 1``)."""
+    features: int
+    groups: int | None
+    channel_dim: int = 1
+    behind: tuple[str, ...] = ()
+    """The children of the norm that are applied to its result, in this order."""
+
+
+def looks_like_a_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, or has the name or attributes of one and contains no weights but its own."""
+    if isinstance(module, NORMS):
+        return True
+    kind = type(module)
+    weights = kind.__module__.startswith("torch.nn.utils.")  # are what those norms normalize
+    named = re.search(r"Norm([A-Z\d]|$)", kind.__name__) and not weights
+    built = any(hasattr(module, name) for name in ("running_mean", "normalized_shape", "num_groups"))
+    if not (named or (built and _eps(module) is not None)) or any(bln_layers(module)):
+        return False
+    return not any(looks_like_a_norm(child) or any(True for _ in child.parameters()) for child in module.children())
+
+
+def find_rule(norm: nn.Module, groups: int) -> _Rule | str:
+    """The rule to replace a norm by, or why there is none."""
+    if isinstance(norm, nn.modules.lazy.LazyModuleMixin):
+        return "it does not know its features yet; run the model once"
+    for name in ("weight", "bias"):
+        if isinstance(value := getattr(norm, name, None), Tensor) and not isinstance(value, nn.Parameter):
+            if name in norm._buffers:
+                return f"its {name} is a buffer, so it is frozen, and BLN would train"
+            return f"its {name} is computed, as by pruning; make that permanent"
+    if isinstance(norm, nn.LayerNorm) and len(norm.normalized_shape) != 1:
+        return f"normalized_shape={tuple(norm.normalized_shape)} spans more than the features of a position"
+    features, eps = _features(norm), _eps(norm)
+    if features is None:
+        return "it has no weight, bias or running mean of one dimension, which BLN could take over"
+    if eps is None:
+        return _try(norm, [], features, 1e-5)
+    rules = list(_candidates(norm, features, groups))
+    plain = type(norm) in NORMS and "forward" not in vars(norm)
+    return rules[0] if plain else _try(norm, rules, features, eps)
+
+
+def _candidates(norm: Any, features: int, groups: int) -> Iterator[_Rule]:
+    """The rules that may fit a norm, the likeliest first."""
+    # BatchNorm1d may follow a dense layer, where a group of one feature has nothing to normalize over.
+    most = max(1, features // 2) if isinstance(norm, nn.BatchNorm1d) else features
+    divisor = max(g for g in range(1, min(groups, most) + 1) if features % g == 0)
+    tracked = getattr(norm, "running_mean", None) is not None
+    instance = isinstance(norm, _INSTANCE_NORMS)
+    for channel_dim in (-1, 1) if isinstance(norm, nn.LayerNorm) else (1, -1):
+        if tracked or isinstance(norm, _BATCH_NORMS):
+            yield _Rule("batch", features, divisor, channel_dim)
+        own = getattr(norm, "num_groups", features if instance else None)
+        if isinstance(own, int) and own >= 1 and features % own == 0:
+            yield _Rule("sample", features, own, channel_dim)
+        if not tracked:
+            for whole in (None, 1, features):
+                yield _Rule("sample", features, whole, channel_dim)
+
+
+@torch.no_grad()
+def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rule | str:
+    """The first rule by which BLN gives the norm's outputs on random inputs in ``eval()``, or why there is none."""
+    random = torch.Generator("cpu").manual_seed(0)
+    group = getattr(norm, "process_group", None)  # cannot be copied
+    try:
+        probe = copy.deepcopy(norm, {id(group): group}).to_empty(device="cpu").float().eval()
+    except Exception as error:
+        return f"it cannot be copied to try it ({error})"
+    for hooks in HOOKS:
+        getattr(probe, hooks).clear()
+    for name, value in chain(probe.named_parameters(), probe.named_buffers()):
+        if value.is_floating_point():
+            value.copy_(torch.rand(value.shape, generator=random, device="cpu", dtype=torch.float32) + 0.5)
+        else:
+            value.zero_()
+        if name == "running_var":
+            value[::2] *= eps  # so that another eps would show
+    behind = tuple(sorted((n for n, m in probe.named_children() if type(m) is not nn.Identity), key="drop".__ne__))
+    outputs: dict[int, list[tuple[Tensor, Any]]] = {1: [], -1: []}
+    failure: Exception | None = None
+    for channel_dim, pairs in outputs.items():
+        for x in _inputs(features, channel_dim, eps, random):
+            try:
+                pairs.append((x, probe(x.clone())))
+            except Exception as error:  # it takes other shapes
+                failure = failure or error
+    found = outputs[1] + outputs[-1]
+    if not found:
+        return f"it cannot be run on an input alone ({failure})"
+    most = max(x.dim() for x, _ in found)  # (N, C) alone does not say where features stand
+    for rule in rules:
+        for held in dict.fromkeys((behind, ())):
+            new = build(probe, rule := rule._replace(behind=held), torch.empty(0, device="cpu")).eval()
+            pairs = outputs[rule.channel_dim]
+            # A parameter that a rule would drop may matter in training.
+            complete = {id(p) for p in new.parameters()} == {id(p) for p in probe.parameters()}
+            if complete and any(x.dim() == most for x, _ in pairs) and all(_agrees(new, x, y) for x, y in pairs):
+                return rule
+    return _what_else(probe, found)
+
+
+def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator) -> Iterator[Tensor]:
+    """Inputs of all ranks; one sample is so small that eps matters, and no other dimension is as long as features."""
+    sizes = [size for size in (2, 3, 4, 5) if size != features][:3]
+    for positions in (2, 1, 0, 3):
+        shape = 3, *sizes[:positions], features
+        x = torch.randn(shape, generator=random, device="cpu", dtype=torch.float32) + 0.3
+        x[1] *= math.sqrt(eps)
+        yield x.movedim(-1, channel_dim)
+
+
+def _agrees(new: nn.Module, x: Tensor, y: Any) -> bool:
+    try:
+        return isinstance(y, Tensor) and _same(new(x.clone()), y)
+    except Exception:  # a module of the norm may not take its output
+        return False
+
+
+def _same(new: Tensor, old: Tensor) -> bool:
+    """Whether outputs are equal up to rounding: float32, a dozen operations, values that may cancel."""
+    return new.shape == old.shape and bool((new - old).abs().max() <= 1e-4 * old.abs().max())
+
+
+def _what_else(probe: nn.Module, pairs: list[tuple[Tensor, Any]]) -> str:
+    """Why no rule fits."""
+    x, y = pairs[0]
+    x = x[:1]  # a sample of usual size
+    if isinstance(y, Tensor) and _same(probe(2 * x), probe(x.clone())) and not _same(probe(x + 1), probe(x.clone())):
+        return "it subtracts no mean, as RMSNorm; BLN does"
+    return "it computes no batch, layer, group or instance normalization with its own weight, bias and eps"
+
+
+def _features(norm: Any) -> int | None:
+    """The number of features, if parameters have one value per feature."""
+    tensors = [t for name in ("weight", "bias", "running_mean") if (t := getattr(norm, name, None)) is not None]
+    if any(t.dim() != 1 for t in tensors):
+        return None
+    named = [getattr(norm, name, None) for name in ("num_features", "num_channels", "normalized_shape")]
+    sizes = [len(t) for t in tensors] + [n[0] if isinstance(n, tuple) and len(n) == 1 else n for n in named]
+    return next((n for n in sizes if isinstance(n, int)), None)
+
+
+def _eps(norm: nn.Module) -> float | None:
+    """The norm's eps, under any of its usual names, if BLN can take it over."""
+    found = [getattr(norm, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
+    return next((eps for eps in found if isinstance(eps, int | float) and 0 < eps < math.inf), None)
+
+
+def qualified(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+# ---- the replacement
+
+
+@torch.no_grad()
+def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
+    """Build BLN with the norm's parameters, eps, statistics and mode, followed by the norm's modules.
+
+    Running statistics become the population's. The next mini-batch has the weight ``momentum``, as before. If that is
+    ``None``, they are the average of ``num_batches_tracked`` mini-batches, taken to be of 32 samples.
+    """
+    weight, bias, running_mean = (getattr(norm, name, None) for name in ("weight", "bias", "running_mean"))
+    # A norm without tensors takes device and type of the model's first.
+    own = (t for t in (weight, running_mean) if t is not None)
+    tensor = next(own, like if like.is_floating_point() else torch.empty(0, device=like.device))
+    momentum = 0.1
+    if rule.kind == "batch":
+        momentum = getattr(norm, "momentum", 0.1)
+        if isinstance(norm, _INSTANCE_NORMS):
+            momentum = momentum or 0.0  # torch's meaning of None there
+    activation = _activation([norm.get_submodule(name) for name in rule.behind])
+    layer = BatchLayerNorm(
+        rule.features,
+        groups=rule.groups,
+        channel_dim=rule.channel_dim,
+        per_position=False,
+        eps=_eps(norm) or 0.0,  # 0 is refused
+        mix_eps=0.0,
+        momentum=momentum,
+        affine=weight is not None,
+        bias=bias is not None,
+        dim_scale=False,
+        activation=activation,
+        device=tensor.device,
+        dtype=tensor.dtype,
+    )
+    layer.weight, layer.bias = weight, bias
+    if isinstance(norm, nn.SyncBatchNorm):
+        layer.process_group = norm.process_group or "world"
+    population = layer.population
+    if rule.kind == "sample":
+        population.inverse_m.fill_(1)
+        population.mark_seen(["inverse_m"], 1)
+    else:
+        forgotten = math.ceil(1 / max(momentum or 0.0, 2**-50))  # mini-batches
+        population.mark_seen(["inverse_m"], forgotten if momentum else 1)
+        if running_mean is None:
+            layer.config = "FFFF"
+        else:
+            population.batch_mean.copy_(running_mean)
+            population.batch_var.copy_(norm.running_var)
+            updates, m = (norm.num_batches_tracked, 32) if momentum is None else (forgotten, 1)
+            population.mark_seen(["batch_mean", "batch_var"], updates, m)
+    layer.train(norm.training)
+    if activation is not None or not rule.behind:
+        return layer
+    new = NormAct()
+    new.training = norm.training
+    for name, child in (("norm", layer), *((name, norm.get_submodule(name)) for name in rule.behind)):
+        setattr(new, name, child)  # add_module would find the norm's attributes, such as activation
+    return new
+
+
+def _activation(behind: list[nn.Module]) -> Activation | None:
+    """The activation that these modules amount to, if the layer has it."""
+    if any(map(hooked, behind)):
+        return None
+    working = [module for module in behind if not (isinstance(module, _DROPOUTS) and module.p == 0)]
+    if len(working) != 1 or any(True for _ in chain(working[0].parameters(), working[0].buffers())):
+        return None
+    name = type(working[0]).__name__.lower()
+    x = torch.linspace(-20, 20, 401, device="cpu", dtype=torch.float32)
+    for known, kind in MODULES.items():
+        # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.
+        if name == known and torch.allclose(working[0](x.clone()), kind()(x), rtol=1e-5, atol=1e-6):
+            return known
+    return None
+
+
+def bln_layers(module: nn.Module) -> Iterator[BatchLayerNorm]:
+    """The BLN layers of a module."""
+    return (m for m in module.modules() if isinstance(m, BatchLayerNorm))

@@ -1,0 +1,254 @@
+"""Masks of padded sequences: given around the call of a model, used by the BLN layers inside."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from .._autograd import recomputing
+
+if TYPE_CHECKING:
+    from ..layer import BatchLayerNorm
+
+
+def padding(mask: Tensor) -> AbstractContextManager[None]:
+    """Give ``mask`` to the BLN layers that run inside the ``with`` block.
+
+    A layer uses it if it is called without a mask of its own and its input has the mask's shape ``(N, *positions)``,
+    apart from features; other layers run without a mask. Hidden entries enter no statistic and come out 0. Transformers
+    of torch and Hugging Face, once converted by ``bln.convert``, do this by themselves.
+
+    Args:
+        mask: ``(N, *positions)``, boolean, true at real entries.
+
+    Examples:
+        >>> import torch, bln
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), bln.BatchLayerNorm(8, channel_dim=-1, per_position=False))
+        >>> with bln.padding(torch.tensor([[True, True, True], [True, False, False]])):
+        ...     y = net(torch.randn(2, 3, 4))
+        >>> y[1, 1:].abs().max().item()
+        0.0
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try mask.bool()")
+    return _Given(mask)
+
+
+class _Given(AbstractContextManager[None]):
+    """A mask, or ``None``, for the layers that run while it is the innermost.
+
+    Args:
+        mask: The mask.
+        owner: The module whose hook gave it.
+        asked: Whether the user gave it, and not a hook.
+    """
+
+    def __init__(self, mask: Tensor | None, owner: nn.Module | None = None, asked: bool = True) -> None:
+        self.mask = mask
+        self.owner = owner
+        self.asked = asked
+
+    def __enter__(self) -> None:
+        _here.given.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _here.given.pop()
+
+    def fits(self, layer: BatchLayerNorm, x: Tensor) -> bool:
+        """Whether the layer uses the mask for this input.
+
+        In ``eval()`` a hook's mask is used only where it changes a statistic. So a converted model keeps its function
+        at padded entries too, which convolutions and poolings see.
+        """
+        if self.mask is None or not (self.asked or layer.training or layer.config.uses_batch):
+            return False
+        shape = list(x.shape)
+        if not -len(shape) <= layer.channel_dim < len(shape):
+            return False
+        del shape[layer.channel_dim]
+        return list(self.mask.shape) == shape
+
+
+class _Here(threading.local):
+    """The masks given in this thread, the innermost last: a list, since torch.compile cannot trace a ContextVar."""
+
+    def __init__(self) -> None:
+        self.given: list[_Given] = []
+
+
+class _Used:
+    """The masks of a layer's forwards that a checkpoint may recompute in backward."""
+
+    def __init__(self) -> None:
+        self.graphs: WeakSet[_Given] = WeakSet()  # each lives as long as the graph of its forward
+        self.recalled: WeakSet[_Given] = WeakSet()
+        self.without_graph: _Given | None = None
+
+
+_here = _Here()
+_used: WeakKeyDictionary[nn.Module, _Used] = WeakKeyDictionary()
+
+
+def known() -> bool:
+    """Whether a mask may be there for a layer that got none."""
+    return bool(_here.given) or (not torch.compiler.is_compiling() and bool(_used) and recomputing())
+
+
+def normalize(layer: BatchLayerNorm, x: Tensor, forward: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    """Call the layer's ``forward`` with the mask given around it, if that fits."""
+    given = _here.given[-1] if _here.given else None
+    again = recomputing()
+    if again and (given is None or given.owner is None):
+        given = _recall(layer) or given
+    if given is None or given.mask is None or not given.fits(layer, x):
+        return forward(x, None)
+    y = forward(x, given.mask.to(x.device))
+    if layer.training and not again and not torch.compiler.is_compiling():
+        _remember(layer, given, y)
+    return y
+
+
+# ---- activation checkpointing, which repeats a forward outside the block that gave the mask
+
+
+def _remember(layer: BatchLayerNorm, given: _Given, y: Tensor) -> None:
+    """Keep a mask as long as the graph of this forward."""
+    used = _used.setdefault(layer, _Used())
+    used.graphs -= used.recalled
+    if y.grad_fn is None:  # as in the first forward of a reentrant checkpoint
+        used.without_graph = given
+    else:
+        used.graphs.add(given)
+        y.grad_fn.metadata["bln.padding"] = given  # type: ignore[index]  # a dict, whatever its stub says
+
+
+def _recall(layer: BatchLayerNorm) -> _Given | None:
+    """The mask of the forward that is recomputed."""
+    used = _used.get(layer)
+    if used is None:
+        return None
+    found: list[_Given | None] = list(used.graphs) or [used.without_graph]
+    masks = [given.mask for given in found if given is not None and given.mask is not None]
+    if any(not torch.equal(mask, masks[0]) for mask in masks[1:]):
+        raise RuntimeError(
+            "activation checkpointing recomputes a BatchLayerNorm that got several padding masks since the last "
+            "backward, and does not say which one belongs here. Ways out: (1) backward after each forward; (2) pass "
+            "the mask to the layer, layer(x, mask)"
+        )
+    used.recalled.update(used.graphs)
+    return found[0]
+
+
+# ---- hooks that pass on the mask a model is called with
+
+_PADDED = ("src_key_padding_mask", "tgt_key_padding_mask")
+"""Arguments of torch's transformers, true (or minus infinity) where a sequence is padded."""
+
+
+def install(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> None:
+    """Add hooks to each part of ``model`` that takes a padding mask; they pass it to the BLN layers inside."""
+    modules = [m for m in model.modules() if any(map(is_layer, m.modules())) and not is_layer(m)]
+    pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
+    hooked: dict[nn.Module, str] = {}
+    if any("attention_mask" in _arguments(m) for m in pretrained):
+        hooked |= dict.fromkeys(pretrained, "attention_mask")  # one without the argument: a mask around is not its own
+    for module in modules:
+        names = [name for name in _PADDED if name in _arguments(module)]
+        first = all(getattr(part, "batch_first", True) for part in module.modules())
+        if len(names) == 1 and first:  # with both, as nn.Transformer, its parts are called with one each
+            hooked[module] = names[0]
+    inside = {part for module in hooked for part in module.modules()}
+    # A BatchNorm took padding for data before, too; a norm over the features of each position did not.
+    last = [
+        n for n, m in model.named_modules() if is_layer(m) and m not in inside and getattr(m, "channel_dim", 1) == -1
+    ]
+    notice = _Notice(last) if last else None
+    for module, name in hooked.items():
+        _hook(module, name, notice)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and module.batch_first and notice and module not in inside:
+            _watch(module, notice)
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+class _Notice:
+    """A warning, given once, that BLN layers do not get the mask with which another part of the model is called."""
+
+    def __init__(self, layers: list[str]) -> None:
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        self.layers = f"{', '.join(layers[:3])}{more}"
+        self.said = False
+
+    def say(self, module: nn.Module) -> None:
+        if not (self.said or _here.given or torch.compiler.is_compiling()) and module.training:
+            self.said = True
+            warnings.warn(
+                f"{type(module).__name__} was called with a padding mask, which BLN layers outside of it do not get: "
+                f"{self.layers}. Where their inputs are padded, padding enters their batch statistics. Call the model "
+                "inside of `with bln.padding(mask):`, mask being true at real entries",
+                stacklevel=3,
+            )
+
+
+def _watch(attention: nn.Module, notice: _Notice) -> None:
+    if not any(getattr(hook, "func", None) is _notice for hook in attention._forward_pre_hooks.values()):
+        attention.register_forward_pre_hook(partial(_notice, notice=notice), with_kwargs=True)
+
+
+def _notice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, notice: _Notice) -> None:
+    given = dict(zip(_arguments(module), args, strict=False)) | kwargs
+    # A mask of another sequence, as in cross attention, says nothing about the layers' inputs.
+    if given.get("key_padding_mask") is not None and given.get("query") is given.get("key"):
+        notice.say(module)
+
+
+def _hook(module: nn.Module, name: str, notice: _Notice | None) -> None:
+    if any(hook is _leave for hook in module._forward_hooks.values()):
+        return
+    arguments = _arguments(module)
+    at = arguments.index(name) if name in arguments else None
+    module.register_forward_pre_hook(partial(_enter, name=name, at=at, notice=notice), with_kwargs=True)
+    module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    at: int | None,
+    notice: _Notice | None,
+) -> None:
+    """Give the layers of ``module`` its mask, or else the user's mask, but not one for a module around it."""
+    mask = args[at] if at is not None and at < len(args) else kwargs.get(name)
+    outer = _here.given[-1] if _here.given else None
+    asked = False
+    if isinstance(mask, Tensor) and mask.dim() <= 2:
+        if notice is not None:
+            notice.say(module)
+        padded = name in _PADDED
+        mask = mask != (-torch.inf if padded and mask.is_floating_point() else int(padded))
+    elif outer is not None and outer.asked:
+        mask, asked = outer.mask, True
+    else:
+        mask = None
+    _here.given.append(_Given(mask, module, asked))
+
+
+def _leave(module: nn.Module, *_: Any) -> None:
+    if _here.given and _here.given[-1].owner is module:  # else another hook failed before ours
+        _here.given.pop()

@@ -1,0 +1,274 @@
+"""``bln.search``: score configurations of statistics over all the data, and rank them (step 12 of the paper)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+
+import torch
+from torch import nn
+
+from .._distributed.ranks import Ranks
+from .._models import calibrate as models
+from ..config import StatisticsConfig, choices
+from ..layer import BatchLayerNorm
+from ..population import Population, Snapshot
+from .descend import Assignment, descend, nan_last
+from .evaluate import Evaluator
+from .measure import Function, Measure, Metrics
+from .objective import Objective, restore
+from .rebatch import reorder_on
+from .result import DEPENDS_ON_BATCH, SearchResult, preferred, ranked
+from .score import Row, Score
+from .study import explore
+from .vectorize import assigned
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def search(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Function,
+    metrics: Metrics | None = None,
+    per_layer: bool = False,
+    calibrate: Iterable[Any] | None = None,
+    rebatch: bool = False,
+    robust: bool = False,
+    candidates: Iterable[StatisticsConfig | str] = (),
+    sampler: Any = None,
+    storage: Any = None,
+    study: str = "bln.search",
+    trials: int | None = None,
+    step: models.Step | None = None,
+    process_group: ProcessGroup | Literal["world"] | None = None,
+    progress: bool = True,
+) -> SearchResult:
+    """Compare all 16 configurations of statistics of a trained model on held-out batches, in one pass.
+
+    Search on **validation** data; keep the test set for the one configuration that is chosen. The model is always left
+    as it was found; ``SearchResult.apply`` gives it the winner.
+
+    Args:
+        model: A trained model with BLN layers, on the device it should run on.
+        batches: Any iterable of ``(inputs, targets)``, inputs being a tensor, a tuple or a dict, in batches composed
+            like requests. One pass is made; ``per_layer`` and ``rebatch`` keep the batches in memory.
+        loss: ``loss(outputs, targets)``, the mean over the batch, such as ``F.cross_entropy``.
+        metrics: ``"accuracy"``, or functions like ``loss`` by name. Higher is better, and the first breaks ties.
+        per_layer: Search a configuration for each layer, starting from the best shared one.
+        calibrate: Training batches to recompute population statistics on, under frozen weights. The result shows the
+            gain, and ``apply`` puts them in place.
+        rebatch: Report how far scores move when the same samples come reshuffled, sorted by label, and one at a time.
+        robust: Rank by the worst of these orders.
+        candidates: Configurations to compare in addition to the 16, such as ``StatisticsConfig.shrunk(4, 16, 64)``.
+        sampler: With ``per_layer``, ``"tpe"``, ``"random"``, ``"grid"`` or an Optuna sampler in place of coordinate
+            descent.
+        storage: Where Optuna keeps the study: a URL, such as ``"sqlite:///study.db"`` or that of a database server, or
+            a storage object. The same call resumes a study that was interrupted; several processes or machines can
+            make it at the same time.
+        study: The study's name in the storage.
+        trials: The number of trials the study should have in the end; by default one per layer and configuration.
+        step: ``step(model, batch) -> (outputs, targets)`` for batches or models unlike these.
+        process_group: Ranks that share the work, ``"world"`` for the default group. Each calls this with any number of
+            batches of its own, and all end with the same result, that of all batches; ``rebatch`` reorders samples
+            within each rank. If one rank fails, all do.
+        progress: Show a progress bar, if rich is installed and standard error is a terminal.
+
+    Returns:
+        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
+
+    Examples:
+        >>> import torch, bln
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), bln.BatchLayerNorm(8), nn.Linear(8, 3))
+        >>> train, validation = ([(torch.randn(10, 4), torch.randint(3, (10,))) for _ in range(5)] for _ in range(2))
+        >>> for x, _ in train:
+        ...     y = model(x)
+        >>> result = bln.search(model, validation, loss=nn.functional.cross_entropy, metrics="accuracy")
+        >>> len(result)
+        16
+        >>> row = result.apply(model)
+        >>> model[2].config == row.config
+        True
+    """
+    found = models.required_layers(model)
+    measure = Measure(loss, metrics)
+    configs = choices(candidates)
+    models.check_batches(batches)
+    _check(per_layer, sampler, storage, trials)
+    _warn_of_leak(batches, calibrate)
+    rebatch = rebatch or robust
+    notes = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move."]
+    ranks = Ranks(process_group, model)
+    progress = progress and ranks.rank == 0
+    layers = list(found.values())
+
+    with ranks.guard(), models.uncompiled(), _as_found(model, layers):
+        model.eval()
+        as_found, calibrated = _snapshots(layers), None
+        if calibrate is not None:
+            models.calibrate_on(ranks, model, calibrate, step, progress)
+            calibrated = _snapshots(layers)
+        evaluator = Evaluator(models.unwrapped(model), layers, measure, step)
+        objective = Objective(evaluator, list(found), configs, robust, progress, ranks)
+        samples = objective.first_pass(batches, per_layer or rebatch, as_found, calibrated)
+        if rebatch:
+            objective.orders = reorder_on(ranks, objective.held)
+            objective.rebatch(objective.shared, "rebatch")
+        if per_layer:
+            _search_layers(objective, sampler, storage, study, trials, notes)
+            if rebatch:
+                rows = ranked(list(objective.rows.values()), robust)
+                leading = {id(rows[0]), id(preferred(rows, robust))}
+                objective.rebatch([a for a, row in objective.rows.items() if id(row) in leading], "rebatch the best")
+
+    rows = ranked(list(objective.rows.values()), robust)
+    notes += _statistics_notes(rows, found, calibrated is not None) + _notes(rows, objective)
+    statistics = None if calibrated is None else dict(zip(found, calibrated, strict=True))
+    return SearchResult(rows, evaluator.mode, tuple(notes), sum(samples), len(samples), robust, statistics)
+
+
+# ---- a configuration for each layer
+
+
+def _search_layers(
+    objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None, notes: list[str]
+) -> None:
+    names, configs = objective.names, objective.configs
+    shared = dict(zip(objective.shared, objective.costs(objective.shared, "search"), strict=True))
+    if sampler is None:
+        descend(min(shared, key=lambda assignment: nan_last(shared[assignment])), names, configs, objective.costs)
+        return
+    wanted = len(configs) * len(names) if trials is None else trials
+    progress, objective.progress = objective.progress, False  # the study has a bar of its own
+    if objective.ranks.rank > 0:
+        known = _follow(objective)
+    else:
+        best, known = explore(
+            shared,
+            names,
+            configs,
+            lambda assignments, what: _lead(objective, assignments, what),
+            sampler=sampler,
+            storage=storage,
+            study=study,
+            trials=wanted,
+            progress=progress,
+        )
+        _lead(objective, [best], "the best of the study")  # another process may have found it
+        objective.ranks.tell([-1, known] + [0] * (len(names) - 1))
+    if known:
+        notes.append(f"The study {study!r} was resumed: it had {known} finished trials of {wanted}.")
+
+
+def _lead(objective: Objective, assignments: Sequence[Assignment], what: str) -> list[float]:
+    """Return the costs of assignments, and tell the other ranks of each: rank 0 alone talks to the study."""
+    for assignment in assignments:
+        objective.ranks.tell([1, *map(objective.configs.index, assignment)])
+        objective.costs([assignment], what)
+    return objective.costs(assignments, what)
+
+
+def _follow(objective: Objective) -> int:
+    """Evaluate what rank 0 asks for until its study is done; return how many trials that had before."""
+    while True:
+        go_on, *numbers = objective.ranks.tell([0] * (1 + len(objective.names)))
+        if go_on < 0:
+            return numbers[0]
+        objective.costs([tuple(objective.configs[number] for number in numbers)], "study")
+
+
+# ---- notes
+
+
+def _statistics_notes(rows: Sequence[Row], found: Mapping[str, BatchLayerNorm], calibrated: bool) -> list[str]:
+    """What to know about the population statistics."""
+    if not calibrated:
+        notes = [
+            "Population statistics averaged while the weights still moved can ruin rows with T; "
+            "calibrate=train_batches recomputes them under frozen weights."
+        ]
+        if untrained := [name for name, layer in found.items() if not layer.population.updates.any()]:
+            notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
+        return notes
+
+    def gain(pair: tuple[Row, Score]) -> float:
+        gained = pair[1].loss - pair[0].loss
+        return -math.inf if math.isnan(gained) else gained
+
+    row, before = max(((row, row.uncalibrated) for row in rows if row.uncalibrated is not None), key=gain)
+    return [
+        f"Population statistics were recomputed under frozen weights; most is gained by {row.label}: loss "
+        f"{before.loss:.4f} before, {row.loss:.4f} now. apply() puts them in place."
+    ]
+
+
+def _notes(rows: Sequence[Row], objective: Objective) -> list[str]:
+    """What to know about the losses, and how they were computed."""
+    evaluator, notes = objective.evaluator, []
+    if useless := sum(math.isnan(row.loss) for row in rows):
+        notes.append(f"{useless} configurations have a NaN loss and come last.")
+    if evaluator.width is not None:
+        notes.append(
+            f"{len(objective.shared)} copies of a batch did not fit in memory: {evaluator.width} configurations ran "
+            "together. Samples were not split, since they share statistics."
+        )
+    for single, why in evaluator.why.items():
+        if why:
+            what = "Single samples" if single else "The configurations"
+            notes.append(f"{what} ran separately, since the model does not run them together: {why}.")
+    if objective.orders and "sorted" not in objective.orders:
+        notes.append("Not sorted by label: targets do not hold one value for each sample.")
+    if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:
+        notes.append(f"These collapse when the same samples are batched differently: {'; '.join(collapsing)}.")
+    return notes
+
+
+# ---- checks, and the model as it was found
+
+
+def _check(per_layer: bool, sampler: Any, storage: Any, trials: int | None) -> None:
+    if sampler is not None and not per_layer:
+        raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
+    if sampler is None and (storage is not None or trials is not None):
+        raise ValueError("storage= and trials= are Optuna's; pass sampler='tpe' and per_layer=True with them")
+    if trials is not None and not (isinstance(trials, SupportsIndex) and index(trials) >= 1):
+        raise ValueError(f"trials must be an integer of at least 1, got {trials!r}")
+
+
+def _warn_of_leak(batches: Any, train: Any) -> None:
+    if train is None:
+        return
+    dataset = getattr(batches, "dataset", None)
+    if batches is train or (dataset is not None and dataset is getattr(train, "dataset", None)):
+        warnings.warn(
+            "bln.search was given the same object as search data and as training data: the choice will favour what "
+            "the model has already seen. Search on validation data, and report the test set once",
+            stacklevel=4,
+        )
+
+
+def _snapshots(layers: Sequence[BatchLayerNorm]) -> list[Snapshot]:
+    return [layer.population.snapshot() for layer in layers]
+
+
+@contextmanager
+def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
+    """Put back modes, random state, configurations, statistics and every other buffer, whatever happens inside."""
+    populations = _snapshots(layers)
+    ours = {id(b) for module in model.modules() if isinstance(module, Population) for b in module.buffers()}
+    others = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in ours]
+    with models.preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
+        try:
+            yield
+        finally:
+            restore(layers, populations)
+            for buffer, value in others:
+                buffer.copy_(value)

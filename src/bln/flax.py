@@ -1,0 +1,352 @@
+"""Batch Layer Normalization for Flax NNX, and functions for whole models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import index
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from . import _arrays, formula
+from ._array_models import calibrate, configure, reset_statistics, search
+from ._install import install
+from ._positions import window
+from ._spec import Spec
+from .config import StatisticsConfig
+
+try:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+except ImportError as error:
+    raise ImportError(f"bln.flax takes Flax NNX, which is not installed: {install('flax')}") from error
+
+__all__ = ["BatchLayerNorm", "calibrate", "configure", "layers", "reset_statistics", "search"]
+
+
+class BatchLayerNorm(_arrays.Layer, nnx.Module):
+    """Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+
+    For sample ``n`` of ``m``, position ``p`` and feature ``k`` of ``d``, training computes:
+
+        x_B = (x - mean_B) / sqrt(var_B + eps)
+        x_F = (x - mean_F) / sqrt(var_F + eps)
+        y   = scale * [(1 - 1/m - mix_eps) * x_B + (1/m - mix_eps) * x_F] / sqrt(d) + bias
+
+    The batch statistics ``mean_B`` and ``var_B`` are taken over samples, for each position and feature, the feature
+    statistics ``mean_F`` and ``var_F`` over features, for each sample and position; variances are biased. With running
+    averages ``config`` says for each of the four whether it is the population's or the current mini-batch's. Put the
+    layer after the nonlinearity.
+
+    With ``groups`` it is the form to use in convolutional nets. Batch statistics are then pooled over positions, as in
+    ``nnx.BatchNorm``. Feature statistics are taken over a group of features and all positions, as in
+    ``nnx.GroupNorm``. They see later positions of a sequence: do not use them in a causal model.
+
+    Statistics, counters and the configuration are ``nnx.BatchStat``, so that ``nnx.split(model, nnx.Param,
+    nnx.BatchStat)`` and checkpoints hold all of it. ``model.train()``, ``model.eval()`` and ``nnx.view`` act as on
+    ``nnx.BatchNorm``.
+
+    Args:
+        num_features: The number of features (the paper's d).
+        groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
+        channel_dim: The dimension of features: last, as everywhere in Flax. (The torch layer has them at 1.)
+        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them over
+            positions, as ``nnx.BatchNorm`` does, and takes any image size or sequence length.
+        position_shape: The positions to keep statistics for, such as ``(28, 28)`` or ``80``. ``None`` learns them from
+            the first call outside of ``jit``, ``grad`` and the like; a first training call inside is an error. Shorter
+            sequences use the first positions.
+        use_running_average: Infer instead of train, unless the call says otherwise.
+        eps: Added to both variances.
+        mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``, with ``groups`` 0.
+        momentum: The weight of the *old* value in the population statistics, as in ``nnx.BatchNorm``: 0.9 here is 0.1
+            in torch. The new value weighs at least ``1/updates``, so that initial values never mix in. ``None``
+            averages all mini-batches since the last ``reset_statistics``, weighted by samples.
+        use_bias: Learn a shift, ``bias``.
+        use_scale: Learn a scale, ``scale``.
+        config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
+            any time outside of ``jit``: compiled functions follow, since it is data.
+        dim_scale: Divide by the root of ``num_features``, as the paper does; the default without ``groups``.
+        bias_init: The initializer of ``bias``, as in ``nnx.BatchNorm``.
+        scale_init: The initializer of ``scale``, as in ``nnx.BatchNorm``.
+        axis_name: The axis of ``pmap``, ``shard_map`` or ``vmap`` whose shards are one training mini-batch. Counts and
+            sums are added up, so that a shard weighs as much as it has real entries. Inference stays local.
+        axis_index_groups: Groups of indices along that axis, each with statistics of its own.
+        dtype: The type of the output; ``None`` infers it from input and parameters, as Flax does. Statistics are
+            computed in float32 at least.
+        param_dtype: The type of the parameters. Statistics are float64 where this is, else float32.
+        rngs: The random keys for the initializers.
+
+    Shape:
+        ``(N, *positions, C)``, or features at ``channel_dim``; the output has the input's shape. ``mask``:
+        ``(N, *positions)``, boolean, true at real entries.
+
+    Examples:
+        >>> import jax, bln.flax
+        >>> from flax import nnx
+        >>> layer = bln.flax.BatchLayerNorm(16, rngs=nnx.Rngs(0))
+        >>> y = layer(jax.random.normal(jax.random.key(0), (25, 8, 8, 16)))
+        >>> layer.config = "FTFF"
+        >>> layer.eval()
+        >>> layer(jax.random.normal(jax.random.key(1), (1, 8, 8, 16))).shape
+        (1, 8, 8, 16)
+    """
+
+    _affine = ("scale", "bias")
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        groups: int | None = None,
+        channel_dim: int = -1,
+        per_position: bool | None = None,
+        position_shape: int | Sequence[int] | None = None,
+        use_running_average: bool | None = False,
+        eps: float = 1e-4,
+        mix_eps: float | None = None,
+        momentum: float | None = 0.9,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        config: StatisticsConfig | str = "TTFF",
+        dim_scale: bool | None = None,
+        bias_init: Any = jax.nn.initializers.zeros,
+        scale_init: Any = jax.nn.initializers.ones,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if not isinstance(num_features, SupportsIndex) or index(num_features) < 1:
+            raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
+        spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
+        positions = _arrays.check_options(spec, momentum, position_shape)
+        self.num_features = index(num_features)
+        spec.check_features(self.num_features)
+        self.groups, self.per_position, self.eps, self.mix_eps, self.dim_scale = spec
+        self.channel_dim = _arrays.feature_axis("channel_dim", channel_dim)
+        self.without_positions = not self.per_position
+        self.use_running_average = use_running_average
+        self.momentum = momentum
+        self.axis_name = axis_name
+        self.axis_index_groups = axis_index_groups
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self._calibrating = self._reached = False
+        shape = (self.num_features,)
+        self.scale = nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else nnx.data(None)
+        self.bias = nnx.Param(bias_init(rngs.params(), shape, param_dtype)) if use_bias else nnx.data(None)
+        self.priors = nnx.BatchStat(_priors(config))
+        kept = jnp.promote_types(param_dtype, jnp.float32)
+        for name, size in formula.shapes(positions or (), *shape, self.groups).items():
+            kind = jnp.int32 if name in _arrays.COUNTERS else kept
+            setattr(self, name, nnx.BatchStat(jnp.full(size, _arrays.INITIAL[name], kind)))
+
+    @property
+    def spec(self) -> Spec:
+        """The options of the equations."""
+        return Spec(self.groups, self.per_position, self.eps, self.mix_eps, self.dim_scale)
+
+    @property
+    def position_shape(self) -> tuple[int, ...] | None:
+        """The positions statistics are kept for, which their own shape says; ``None`` while they are unknown."""
+        positions = tuple(self.batch_mean.shape[:-1])
+        return positions if positions or self.without_positions else None
+
+    @property
+    def config(self) -> StatisticsConfig:
+        """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
+        return StatisticsConfig.of(np.asarray(self.priors[...]))
+
+    @config.setter
+    def config(self, value: StatisticsConfig | str) -> None:
+        self.priors.set_value(_priors(value))
+
+    def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
+        """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
+        infer = self.use_running_average if use_running_average is None else use_running_average
+        infer = infer and not self._calibrating
+        if infer is None:
+            raise ValueError(
+                "use_running_average is not known. Ways out: (1) pass it to the constructor; (2) pass it to the call; "
+                "(3) model.train() or model.eval()"
+            )
+        x, mask = jnp.asarray(x), None if mask is None else jnp.asarray(mask)
+        if self._calibrating and not isinstance(x, jax.core.Tracer):
+            self._reached = True
+        channel_dim = self._check(x, mask, infer)
+        given = self.dtype or jnp.result_type(x, *(p[...] for p in (self.scale, self.bias) if p is not None))
+        if x.shape[0] == 0:
+            return x.astype(given)
+        rows = jnp.moveaxis(x.astype(jnp.promote_types(x.dtype, self.batch_mean.dtype)), channel_dim, -1)
+        positions = rows.shape[1:-1] if self.per_position else ()
+        self._learn(positions, x, infer)
+        used = window(positions, self.position_shape)
+        values = {name: None if v is None else v[...] for name, v in self._variables().items()}
+        call = _arrays.Call(jnp, self.spec, values, used[0].stop if used else None)
+        if infer:
+            y = call.infer(rows, mask, self.priors[...])
+        else:
+            psum = partial(jax.lax.psum, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
+            across = [] if self.axis_name is None or self._calibrating else [psum]
+            y, after = call.train(rows, mask, self.momentum, *across)
+            for name, value in after.items():
+                variable = getattr(self, name)
+                variable[...] = jax.lax.stop_gradient(value.astype(variable.dtype))
+        return jnp.moveaxis(y, -1, channel_dim).astype(given)
+
+    def _check(self, x: Any, mask: Any, infer: bool) -> int:
+        """Refuse what cannot be normalized; return the dimension of features counted from the front."""
+        shape = x.shape
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first")
+        channel_dim = _arrays.from_front("channel_dim", self.channel_dim, shape)
+        if shape[channel_dim] != self.num_features:
+            raise ValueError(
+                f"expected {self.num_features} features along dimension {channel_dim}, got {shape[channel_dim]} in an "
+                f"input of shape {shape}. If features stand elsewhere, pass channel_dim="
+            )
+        if x.size == 0 and not (infer and 0 not in shape[1:]):
+            raise ValueError(f"cannot train on an empty input, got shape {shape}; skip empty batches")
+        if mask is not None:
+            if mask.dtype != bool:
+                raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}")
+            expected = shape[:channel_dim] + shape[channel_dim + 1 :]
+            if mask.shape != expected:
+                raise ValueError(f"expected a mask (N, *positions) of shape {expected}, got {mask.shape}")
+        return channel_dim
+
+    def _learn(self, positions: tuple[int, ...], x: Any, infer: bool) -> None:
+        """Take the positions of the first call, where an array may still change its shape."""
+        if self.position_shape is not None:
+            return
+        traced = isinstance(x, jax.core.Tracer)
+        if traced and positions and not infer:
+            raise ValueError(
+                f"the layer does not know its positions yet, and cannot learn {positions} inside jit, grad or another "
+                f"transformation. Ways out: (1) position_shape={positions}; (2) a call outside before, such as "
+                "model.eval(); model(x); (3) per_position=False"
+            )
+        if not traced:
+            for name, shape in formula.shapes(positions, self.num_features, self.groups).items():
+                variable = getattr(self, name)
+                variable.set_value(formula.expand(jnp, name, variable[...], shape))
+            self.without_positions = not positions
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Change the mode, as ``nnx.view`` asks for."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+    # ---- variables, as NumPy arrays
+
+    _positions = position_shape
+
+    def _numpy(self, variable: Any) -> Any:
+        return np.asarray(variable[...])
+
+    def _assign(self, variable: Any, value: Any) -> None:
+        variable.set_value(jnp.array(value, variable.dtype))
+
+    def _snapshot(self) -> dict[str, Any]:
+        return super()._snapshot() | {"without_positions": self.without_positions}
+
+    def _restore(self, snapshot: Mapping[str, Any]) -> None:
+        super()._restore(snapshot)
+        self.without_positions = snapshot.get("without_positions", self.without_positions)
+
+
+def _priors(config: StatisticsConfig | str) -> Any:
+    """Return a configuration as an array of four prior strengths."""
+    return jnp.array(StatisticsConfig.parse(config).priors, jnp.float32)
+
+
+# ---- whole models
+
+
+def layers(model: Any) -> dict[str, BatchLayerNorm]:
+    """Return the model's BLN layers by path, in the order of names, numbers as numbers.
+
+    Flax does not keep the order in which attributes were assigned.
+    """
+    found = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, BatchLayerNorm)}
+    return dict(sorted(found.items(), key=lambda item: [_natural(part) for part in item[0].split(".")]))
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Return a key that sorts norm2 before norm10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+# ---- what _array_models.py takes of a framework
+
+_LAYER = "bln.flax.BatchLayerNorm"
+
+
+def _convert(batch: Any) -> Any:
+    """Return a batch as JAX arrays, whatever tensors it has."""
+    return jax.tree.map(lambda v: jnp.asarray(v.detach().cpu().numpy() if hasattr(v, "detach") else v), batch)
+
+
+@contextmanager
+def _evaluating(model: Any, calibrating: bool = False) -> Iterator[None]:
+    """Call ``model.eval()``, and afterwards give each module the mode it had."""
+    modes = [
+        (module, name, getattr(module, name))
+        for _, module in nnx.iter_modules(model)
+        for name in ("deterministic", "use_running_average")
+        if hasattr(module, name)
+    ]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, name, value in modes:
+            setattr(module, name, value)
+
+
+def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool = False) -> Callable[[Any], Any]:
+    """Return the function that runs the model on inputs, or ``step`` on a batch.
+
+    The first batch of a calibration runs as it is: layers may learn their positions from it.
+    """
+    if step is not None:
+        return partial(step if calibrating else nnx.jit(step), model)
+    compiled, first = nnx.jit(_call), [_call] if calibrating else []
+    return lambda inputs: (first.pop() if first else compiled)(model, inputs)
+
+
+def _call(model: Any, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _function(name: str, given: Any) -> Any:
+    """Return the loss, or the metric of this name."""
+    if callable(given):
+        return given
+    if name != "loss" and given == "accuracy":
+        return _accuracy
+    raise ValueError(f"metric {name!r} is {given!r}, expected a function metric(outputs, targets) or 'accuracy'")
+
+
+def _evaluate(function: Any, outputs: Any, targets: Any) -> float:
+    """Return the mean of a loss or metric over a batch."""
+    return float(jnp.mean(function(outputs, targets)))
+
+
+def _accuracy(outputs: Any, targets: Any) -> Any:
+    """Return the share of samples whose largest output is the target's; of a single output, whose sign is."""
+    single = outputs.ndim == 1 or outputs.shape[-1] == 1
+    predicted = (outputs > 0).reshape(targets.shape) if single else outputs.argmax(-1)
+    if predicted.shape != targets.shape:
+        raise ValueError(
+            f"'accuracy' is for outputs (N, ..., classes) and class targets (N, ...), or outputs (N,) or (N, 1) and "
+            f"targets of 0 and 1; got {outputs.shape} and {targets.shape}. Pass a function instead"
+        )
+    return predicted == targets

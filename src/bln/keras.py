@@ -1,0 +1,433 @@
+"""Batch Layer Normalization for Keras 3, on the TensorFlow, JAX and torch backends, and functions for whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from . import _arrays, formula
+from ._array_models import calibrate, configure, reset_statistics, search
+from ._install import install
+from ._spec import Spec
+from .config import StatisticsConfig
+
+try:
+    import keras
+    from keras import ops
+except ImportError as error:
+    raise ImportError(f"bln.keras takes Keras 3, which is not installed: {install('keras')}") from error
+
+if keras.backend.backend() == "torch":
+    from .population import window  # which knows what torch's compiler takes
+else:
+    from ._positions import window
+
+__all__ = [
+    "BatchLayerNormalization",
+    "Calibrate",
+    "ResetStatistics",
+    "calibrate",
+    "configure",
+    "layers",
+    "reset_statistics",
+    "search",
+]
+
+
+_PARAMETER_OPTIONS = {
+    f"{parameter}_{kind}": getattr(keras, f"{kind}s")
+    for parameter in ("beta", "gamma")
+    for kind in ("initializer", "regularizer", "constraint")
+}
+"""Where Keras looks up the options of the parameters."""
+
+
+@keras.saving.register_keras_serializable(package="bln")
+class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
+    """Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+
+    For sample ``n`` of ``m``, position ``p`` and feature ``k`` of ``d``, training computes:
+
+        x_B = (x - mean_B) / sqrt(var_B + epsilon)
+        x_F = (x - mean_F) / sqrt(var_F + epsilon)
+        y   = gamma * [(1 - 1/m - mix_epsilon) * x_B + (1/m - mix_epsilon) * x_F] / sqrt(d) + beta
+
+    The batch statistics ``mean_B`` and ``var_B`` are taken over samples, for each position and feature, the feature
+    statistics ``mean_F`` and ``var_F`` over features, for each sample and position; variances are biased. At inference
+    ``config`` says for each of the four whether it is the population's or the current mini-batch's. Put the layer after
+    the nonlinearity.
+
+    With ``groups`` it is the form to use in convolutional nets. Batch statistics are then pooled over positions, as in
+    ``BatchNormalization``. Feature statistics are taken over a group of features and all positions, as in
+    ``GroupNormalization``. They see later positions of a sequence: do not use them in a causal model.
+
+    A mask, such as that of ``Embedding(mask_zero=True)``, marks real entries. Hidden ones enter no statistic and come
+    out 0, and ``m`` is counted at each position. Statistics are float32 unless the dtype policy is float64. With
+    ``trainable = False`` the layer acts as in inference, as ``keras.layers.BatchNormalization`` does.
+
+    Args:
+        axis: The axis of features; never 0, which is that of samples.
+        groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
+        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them over
+            positions, as ``BatchNormalization`` does, and takes any image size or sequence length.
+        position_shape: The positions to keep statistics for, such as ``(28, 28)`` or ``80``. ``None`` takes them from
+            the input shape. Shorter sequences use the first positions.
+        epsilon: Added to both variances.
+        mix_epsilon: The epsilon of the mixing weights; ``None`` is ``epsilon``, with ``groups`` 0.
+        momentum: The weight of the *old* value in the population statistics, as Keras has it: 0.9 here is 0.1 in
+            torch. The new value weighs at least ``1/updates``, so that initial values never mix in. ``None`` averages
+            all mini-batches since the last reset, weighted by samples: see ``ResetStatistics``.
+        center: Learn a shift, ``beta``.
+        scale: Learn a scale, ``gamma``.
+        config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
+            any time: compiled functions follow. It is saved with the weights.
+        dim_scale: Divide by the root of the number of features, as the paper does; the default without ``groups``.
+        beta_initializer: As Keras's own normalization layers take it.
+        gamma_initializer: As Keras's own normalization layers take it.
+        beta_regularizer: Likewise.
+        gamma_regularizer: Likewise.
+        beta_constraint: Likewise.
+        gamma_constraint: Likewise.
+        **kwargs: ``name``, ``dtype`` and so on.
+
+    Shape:
+        ``(N, *positions, C)``, or features at ``axis``; the output has the input's shape. ``mask``:
+        ``(N, *positions)``.
+
+    Examples:
+        >>> import keras, numpy, bln.keras
+        >>> layer = bln.keras.BatchLayerNormalization()
+        >>> y = layer(numpy.random.normal(size=(25, 8, 8, 16)), training=True)
+        >>> layer.config = "FTFF"
+        >>> layer(numpy.random.normal(size=(1, 8, 8, 16))).shape[1:] == (8, 8, 16)
+        True
+    """
+
+    _affine = ("gamma", "beta")
+
+    def __init__(
+        self,
+        axis: int = -1,
+        groups: int | None = None,
+        per_position: bool | None = None,
+        position_shape: int | Sequence[int] | None = None,
+        epsilon: float = 1e-4,
+        mix_epsilon: float | None = None,
+        momentum: float | None = 0.9,
+        center: bool = True,
+        scale: bool = True,
+        config: StatisticsConfig | str = "TTFF",
+        dim_scale: bool | None = None,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        beta_regularizer: Any = None,
+        gamma_regularizer: Any = None,
+        beta_constraint: Any = None,
+        gamma_constraint: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        spec = Spec.of(groups, per_position, epsilon, mix_epsilon, dim_scale)
+        self.position_shape = _arrays.check_options(spec, momentum, position_shape)
+        self.groups, self.per_position, self.epsilon, self.mix_epsilon, self.dim_scale = spec
+        self.axis = _arrays.feature_axis("axis", axis)
+        self.momentum = momentum
+        self.center = center
+        self.scale = scale
+        of_beta = beta_initializer, beta_regularizer, beta_constraint
+        of_gamma = gamma_initializer, gamma_regularizer, gamma_constraint
+        for (name, library), given in zip(_PARAMETER_OPTIONS.items(), of_beta + of_gamma, strict=True):
+            setattr(self, name, library.get(given))
+        self.supports_masking = True
+        self.gamma = self.beta = None
+        self._priors = None
+        self._config = StatisticsConfig.parse(config)
+        self._calibrating = self._reached = False
+
+    # ---- configuration
+
+    @property
+    def spec(self) -> Spec:
+        """The options of the equations."""
+        return Spec(self.groups, self.per_position, self.epsilon, self.mix_epsilon, self.dim_scale)
+
+    @property
+    def config(self) -> StatisticsConfig:
+        """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
+        return self._config if self._priors is None else StatisticsConfig.of(_to_numpy(self._priors))
+
+    @config.setter
+    def config(self, value: StatisticsConfig | str) -> None:
+        self._config = StatisticsConfig.parse(value)
+        if self._priors is not None:
+            self._priors.assign(self._config.priors)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what rebuilds the layer, with the present configuration of statistics."""
+        plain = ["axis", "groups", "per_position", "position_shape", "epsilon", "mix_epsilon", "momentum"]
+        plain += ["center", "scale", "dim_scale"]
+        config = {**super().get_config(), **{name: getattr(self, name) for name in plain}, "config": str(self.config)}
+        return config | {name: library.serialize(getattr(self, name)) for name, library in _PARAMETER_OPTIONS.items()}
+
+    # ---- building
+
+    def build(self, input_shape: Sequence[int | None]) -> None:
+        """Create parameters and statistics for inputs of this shape."""
+        shape, axis = tuple(input_shape), _arrays.from_front("axis", self.axis, input_shape)
+        features = shape[axis]
+        if features is None:
+            raise ValueError(f"the number of features, axis {self.axis} of the input shape {shape}, must be known")
+        self.spec.check_features(features)
+        self._positions = self._positions_of(shape[1:axis] + shape[axis + 1 :], shape)
+        self.input_spec = keras.layers.InputSpec(ndim=len(shape), axes={axis: features})
+
+        def add(name: str, shape: tuple[int, ...], initializer: Any, **options: Any) -> None:
+            weight = self.add_weight(shape=shape, name=name, initializer=initializer, autocast=False, **options)
+            setattr(self, "_priors" if name == "config" else name, weight)
+
+        for name, wanted in (("gamma", self.scale), ("beta", self.center)):
+            if wanted:
+                options = {
+                    kind: getattr(self, f"{name}_{kind}") for kind in ("initializer", "regularizer", "constraint")
+                }
+                add(name, (features,), **options)
+        for name, size in formula.shapes(self._positions, features, self.groups).items():
+            kind = "int" if name in _arrays.COUNTERS else _wide(self.variable_dtype)
+            add(name, size, _constant(_arrays.INITIAL[name]), dtype=kind, trainable=False)
+        add("config", (4,), _constant(self._config.priors), dtype="float32", trainable=False)
+
+    def _positions_of(self, positions: tuple[int | None, ...], shape: tuple[int | None, ...]) -> tuple[int, ...]:
+        """Return the positions to keep statistics for."""
+        if not self.per_position:
+            return ()
+        fixed = tuple(size for size in positions if size is not None)
+        if self.position_shape is not None:
+            if len(fixed) == len(positions) or len(positions) != len(self.position_shape):
+                window(fixed, self.position_shape)
+            return self.position_shape
+        if len(fixed) < len(positions):
+            raise ValueError(
+                f"batch statistics are kept for each position, but the input shape {shape} does not say how many there "
+                "are. Ways out: (1) position_shape= the longest sequence there will be, shorter ones then use the "
+                "first positions; (2) per_position=False, which pools batch statistics over positions; (3) a fixed "
+                "input shape, as in keras.Input((80,))"
+            )
+        return fixed
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """Return the input's shape."""
+        _arrays.from_front("axis", self.axis, input_shape)
+        return input_shape
+
+    # ---- calling
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Normalize; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
+        training = self._calibrating or (training and self.trainable)
+        self._reached = True
+        dtype = _wide(inputs.dtype, self.batch_mean.dtype)
+        rows = ops.moveaxis(ops.cast(inputs, dtype), self.axis, -1)
+        if self.per_position and len(self._positions) > 1 and None in rows.shape:
+            import tensorflow  # whose graphs alone have open sizes: a size of 1 would be stretched
+
+            rows = tensorflow.ensure_shape(rows, (None, *self._positions, rows.shape[-1]))
+        if mask is not None:
+            mask = _boolean(mask, tuple(rows.shape[:-1]), tuple(inputs.shape))
+        values = {
+            name: v if v is None else ops.convert_to_tensor(v) if name in _arrays.COUNTERS else ops.cast(v, dtype)
+            for name, v in self._variables().items()
+        }
+        call = _arrays.Call(ops, self.spec, values, self._length(rows))
+        if training:
+            y, after = call.train(rows, mask, self.momentum)
+            for name, value in after.items():
+                getattr(self, name).assign(ops.stop_gradient(value))
+        else:
+            y = call.infer(rows, mask, ops.convert_to_tensor(self._priors))
+        # Keras has cast floats to the policy's type; integers, such as those of images, become it here.
+        kept = keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype))
+        return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype if kept else self.compute_dtype)
+
+    def _length(self, rows: Any) -> Any:
+        """Return how many of the known positions a shorter sequence uses; ``None`` for all."""
+        positions = tuple(rows.shape[1:-1]) if self.per_position else ()
+        if None in positions:  # a TensorFlow graph for any length
+            return ops.shape(rows)[1] if len(positions) == 1 else None
+        found = window(positions, self._positions)
+        return found[0].stop if found else None
+
+    # ---- variables, as NumPy arrays
+
+    def reset_statistics(self) -> None:
+        """Forget the population: mean 0, variance 1."""
+        if self.built:  # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin
+            super().reset_statistics()
+
+    def _numpy(self, variable: Any) -> Any:
+        return _to_numpy(variable)
+
+    def _assign(self, variable: Any, value: Any) -> None:
+        variable.assign(ops.array(value, variable.dtype))
+
+
+def _constant(value: Any) -> Any:
+    """Return an initializer with this value."""
+    return lambda shape, dtype=None: ops.array(np.broadcast_to(value, shape), dtype)
+
+
+def _wide(*dtypes: Any) -> str:
+    """Return the type to compute in. ``keras.backend.result_type`` knows no float64 on JAX and torch."""
+    return "float64" if "float64" in map(keras.backend.standardize_dtype, dtypes) else "float32"
+
+
+def _boolean(mask: Any, expected: tuple[int | None, ...], shape: tuple[int | None, ...]) -> Any:
+    """Return the mask as a tensor; refuse other shapes, whose broadcast would be counted wrongly."""
+    mask = mask if hasattr(mask, "shape") else np.asarray(mask)
+    given = tuple(mask.shape)
+    fits = len(given) == len(expected) and all(a == b or None in (a, b) for a, b in zip(given, expected, strict=True))
+    if not fits:
+        raise ValueError(
+            f"expected a mask (N, *positions), {expected} for an input of shape {shape}; got shape {given}"
+        )
+    return ops.cast(mask, "bool")
+
+
+def _to_numpy(value: Any) -> Any:
+    """Return a NumPy array of whatever tensor a data loader or a backend has."""
+    if isinstance(value, keras.Variable):
+        return np.asarray(ops.convert_to_numpy(value))
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)  # torch's, or another's
+
+
+# ---- whole models
+
+
+def layers(model: Any) -> dict[str, BatchLayerNormalization]:
+    """Return the model's BLN layers by name, in the order of ``model.layers``; one that is used twice appears once.
+
+    A layer inside another that has a name taken before is called by its path, as in ``"block_2/norm"``.
+    """
+    found: dict[str, BatchLayerNormalization] = {}
+    for path, layer in _walk(model, ()):
+        if isinstance(layer, BatchLayerNormalization) and not any(layer is other for other in found.values()):
+            name = next((n for at in range(len(path)) if (n := "/".join(path[-at - 1 :])) not in found), None)
+            found[name or f"{'/'.join(path)}:{len(found)}"] = layer
+    return found
+
+
+def _walk(layer: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    path = (*path, layer.name)
+    yield path, layer
+    for child in layer._flatten_layers(include_self=False, recursive=False):
+        yield from _walk(child, path)
+
+
+class ResetStatistics(keras.callbacks.Callback):
+    """Forget the population when an epoch begins, in layers with ``momentum=None``.
+
+    Their statistics are then those of the epoch.
+
+    Examples:
+        >>> import keras, numpy, bln.keras
+        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization(momentum=None)])
+        >>> model.compile(loss="mse")
+        >>> x = numpy.random.normal(size=(12, 3))
+        >>> history = model.fit(x, x, batch_size=4, epochs=2, verbose=0, callbacks=[bln.keras.ResetStatistics()])
+        >>> int(model.layers[0].updates[0])
+        3
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forget the population."""
+        for layer in layers(self.model).values():
+            if layer.momentum is None:
+                layer.reset_statistics()
+
+
+class Calibrate(keras.callbacks.Callback):
+    """Calibrate before each evaluation by ``fit(validation_data=...)`` or ``evaluate``.
+
+    Args:
+        batches: What ``calibrate`` takes; each evaluation goes through them.
+        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+
+    Examples:
+        >>> import keras, numpy, bln.keras
+        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization()])
+        >>> model.compile(loss="mse")
+        >>> x = numpy.random.normal(size=(12, 3))
+        >>> each_time = bln.keras.Calibrate([x[:6], x[6:]])
+        >>> history = model.fit(x, x, epochs=2, verbose=0, validation_data=(x, x), callbacks=[each_time])
+        >>> int(model.layers[0].updates[0])
+        2
+    """
+
+    def __init__(self, batches: Iterable[Any], *, progress: bool = False) -> None:
+        super().__init__()
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"{type(batches).__name__} can be gone through once only, and each evaluation needs its batches; give "
+                "a tf.data.Dataset, a DataLoader or a list"
+            )
+        self.batches, self.progress = batches, progress
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Calibrate the model."""
+        calibrate(self.model, self.batches, progress=self.progress)
+
+
+# ---- what _array_models.py takes of a framework
+
+_LAYER = "BatchLayerNormalization"
+
+
+def _convert(batch: Any) -> Any:
+    """Return a batch as NumPy arrays."""
+    return keras.tree.map_structure(_to_numpy, batch)
+
+
+@contextmanager
+def _evaluating(model: Any, calibrating: bool = False) -> Iterator[None]:
+    """Retrace ``predict`` for a calibration: a function traced before would not calibrate."""
+    compiled = model.predict_function
+    try:
+        if calibrating:
+            model.predict_function = None
+        yield
+    finally:
+        if calibrating:
+            model.predict_function = compiled
+
+
+def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool = False) -> Callable[[Any], Any]:
+    """Return the function that runs the model on inputs, or ``step`` on a batch."""
+    return model.predict_on_batch if step is None else partial(step, model)
+
+
+def _function(name: str, given: Any) -> Any:
+    """Return the loss, or the metric of this name, for what ``compile`` would take."""
+    if name == "loss":
+        return keras.losses.get(given)
+    return _accuracy if given in ("accuracy", "acc") else keras.metrics.get(given)
+
+
+def _accuracy(targets: Any, outputs: Any) -> Any:
+    """Return the accuracy that ``compile(metrics=["accuracy"])`` would choose for these shapes."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.binary_accuracy(targets.reshape(outputs.shape), outputs)
+    if targets.shape == outputs.shape:
+        return keras.metrics.categorical_accuracy(targets, outputs)
+    return keras.metrics.sparse_categorical_accuracy(targets, outputs)
+
+
+def _evaluate(function: Any, outputs: Any, targets: Any) -> float:
+    """Return the mean of a loss or metric over a batch."""
+    if isinstance(function, keras.metrics.Metric):
+        function.reset_state()
+        function.update_state(targets, outputs)
+        return float(function.result())
+    return float(np.mean(ops.convert_to_numpy(function(targets, outputs))))

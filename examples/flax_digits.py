@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import bln.flax
-from bln import StatisticsConfig
 from bln.flax import BatchLayerNorm
 
 EPOCHS, BATCH = 5, 25
@@ -29,7 +28,7 @@ class Net(nnx.Module):
         self.out = nnx.Linear(48, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = self.norm1(jnp.tanh(self.conv(x)))  # behind the nonlinearity
+        x = self.norm1(jnp.tanh(self.conv(x)))  # after the nonlinearity
         x = self.norm2(jnp.tanh(self.dense(x.reshape(len(x), -1))))
         return self.out(x)
 
@@ -43,9 +42,6 @@ def step(model: Net, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> ja
     value, gradients = nnx.value_and_grad(loss)(model, x, y)
     optimizer.update(model, gradients)
     return value
-
-
-evaluate = nnx.jit(loss)
 
 
 def main() -> None:
@@ -62,16 +58,17 @@ def main() -> None:
         losses = [float(step(model, optimizer, x[chosen], y[chosen])) for chosen in order]
         print(f"epoch {epoch + 1}: training loss {np.mean(losses):.3f}")
 
+    def batches(x, y):
+        return [(x[at : at + BATCH], y[at : at + BATCH]) for at in range(0, len(x), BATCH)]
+
+    bln.flax.calibrate(model, batches(x, y))
+    found = bln.flax.search(
+        model, batches(x_valid, y_valid), loss=optax.softmax_cross_entropy_with_integer_labels, metrics="accuracy"
+    )
+    chosen = found.apply(model)
     model.eval()
-    losses = {}
-    for config in StatisticsConfig.all():  # the configuration is data: one compiled function for all 16
-        bln.flax.configure(model, config)
-        parts = zip(np.array_split(x_valid, 8), np.array_split(y_valid, 8), strict=True)
-        losses[str(config)] = float(np.mean([evaluate(model, *part) for part in parts]))
-    chosen = min(losses, key=losses.get)
-    bln.flax.configure(model, chosen)
     accuracy = float((model(jnp.asarray(x_test)).argmax(1) == y_test).mean())
-    print(f"Flax: {chosen} chosen on validation data, test accuracy {accuracy:.3f}")
+    print(f"Flax: {chosen.label} chosen on validation data, test accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def main() -> None:
     model = keras.Sequential([
         keras.Input((8, 8, 1)),
         keras.layers.Conv2D(8, 3, activation="tanh"),
-        BatchLayerNormalization(),  # behind the nonlinearity
+        BatchLayerNormalization(),  # after the nonlinearity
         keras.layers.Flatten(),
         keras.layers.Dense(48, activation="tanh"),
         BatchLayerNormalization(),

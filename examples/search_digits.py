@@ -63,7 +63,7 @@ def draw(result, path):
 
     calm, alarm = "#1f4e79", "#b3402f"
     rows = [row for row in result if not row.per_layer]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 6.2), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(5, 6), sharey=True, layout="constrained")
     scores = {
         "loss": lambda score: (score.loss, score.loss_error),
         "accuracy": lambda score: (score.metrics["accuracy"], score.metrics_error["accuracy"]),
@@ -76,9 +76,9 @@ def draw(result, path):
             reach = [value, *others.values()]
             axis.hlines(place, min(reach), max(reach), color=colour, alpha=0.22, linewidth=6)
             for arrival, moved in others.items():
-                axis.plot(moved, place, ARRIVALS[arrival][1], color="white", markeredgecolor=colour, markersize=6)
+                axis.plot(moved, place, ARRIVALS[arrival][1], color="white", markeredgecolor=colour, markersize=4.5)
             axis.errorbar(value, place, xerr=error, fmt="none", ecolor=colour, elinewidth=1.5, capsize=3, zorder=4)
-            axis.plot(value, place, "|", color=colour, markersize=14, markeredgewidth=3, zorder=5)
+            axis.plot(value, place, "|", color=colour, markersize=11, markeredgewidth=2.5, zorder=5)
         axis.set_xlabel(f"validation {name}")
         axis.grid(axis="x", color="#e3e3e3")
         axis.set_axisbelow(True)
@@ -100,14 +100,12 @@ def draw(result, path):
     handles = [key("as given, with its standard error", marker="|", markersize=14, markeredgewidth=3)]
     handles += [key(label, marker=marker) for label, marker in ARRIVALS.values()]
     handles.append(key("collapses", color=alarm, linestyle="-", linewidth=6, alpha=0.5))
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.suptitle(
-        f"Digits: the 16 configurations on {result.samples} validation images in batches of 25,\n"
-        "and the same images arriving otherwise",
-        fontsize=12,
+        f"The 16 configurations on {result.samples} images in batches\nof 25, and in other batches", fontsize=11
     )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=200)
 
 
 def main():

@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -37,14 +40,15 @@ from bln._spec import Spec
 SHAPES = [  # samples, positions, features
     (256, (56, 56), 64), (128, (56, 56), 64), (32, (112, 112), 64), (64, (28, 28), 256), (32, (14, 14), 512),
     (128, (7, 7), 2048), (32, (512,), 1024), (256, (197,), 768), (64, (80,), 128), (25, (16, 16), 6), (25, (), 120),
-    (1, (16, 16), 6), (4096, (), 4096),
+    (1, (16, 16), 6), (4096, (), 4096), (2, (200, 336), 256), (1, (362, 362), 64), (8, (256, 512), 32),
 ]  # fmt: skip
 COLUMNS = [
-    "shape", "layout", "type", "copy us", "BLN forward", "pooled forward", "sweeps forward", "BN forward", "LN forward",
-    "compiled forward", "inference", "add us", "BLN backward", "pooled backward", "sweeps backward", "BN backward",
-    "LN backward", "compiled backward", "host / BN",
+    "shape", "layout", "type", "copy us", "grouped forward", "BLN forward", "pooled forward", "sweeps forward",
+    "BN forward", "LN forward", "compiled forward", "inference", "add us", "grouped backward", "BLN backward",
+    "pooled backward", "sweeps backward", "BN backward", "LN backward", "compiled backward", "host / BN",
+    "grouped host / BN",
 ]  # fmt: skip
-OURS = [column for column in COLUMNS if column.startswith(("BLN", "pooled", "inference", "host"))]
+OURS = [column for column in COLUMNS if column.startswith(("BLN", "pooled", "grouped", "inference", "host"))]
 RECORDED = Path(__file__).parents[1] / "docs" / "results" / "layer.csv"
 BYTES = 300_000_000  # of inputs a graph walks through: five times an H200's L2 cache
 
@@ -147,9 +151,12 @@ def host(modules: list[nn.Module], x: Tensor, dy: Tensor) -> list[float]:
     return [statistics.median(taken[50:]) for taken in times]
 
 
-def measure(
-    n: int, positions: tuple[int, ...], c: int, dtype: torch.dtype, last: bool, compiler: bool
-) -> dict[str, object]:
+Case = tuple[int, tuple[int, ...], int, torch.dtype, bool]
+"""Samples, positions, features, type, and whether features lie last."""
+
+
+def measure(case: Case, compiler: bool) -> dict[str, object]:
+    n, positions, c, dtype, last = case
     at = len(positions) + 1 if last else 1
     shape = [n, *positions]
     shape.insert(at, c)
@@ -172,6 +179,7 @@ def measure(
         "BLN": bln.BatchLayerNorm(c, channel_dim=at), "BN": BatchNorm(c, len(positions), at), "LN": LayerNorm(c, at),
     }  # fmt: skip
     if positions:
+        modules["grouped"] = grouped(c, at)
         modules["pooled"] = bln.BatchLayerNorm(c, channel_dim=at, per_position=False)
     if compiler:
         torch._dynamo.reset()
@@ -192,10 +200,30 @@ def measure(
     with torch.no_grad():
         evaluated = modules["BLN"].eval()
         row["inference"] = round(replay([lambda x=x: evaluated(x) for x in xs]) / copy, 2)
-    if size < 1_000_000:
-        ours, theirs = host([modules["BLN"].train(), modules["BN"]], xs[0], dys[0])
-        row["host / BN"] = round(ours / theirs, 2)
+    if size < 1_000_000:  # of more the device is slower than the host
+        theirs, *ours = host(
+            [modules[name].train() for name in ("BN", "BLN", "grouped") if name in modules], xs[0], dys[0]
+        )
+        for column, each in zip(("host / BN", "grouped host / BN"), ours, strict=False):
+            row[column] = round(each / theirs, 2)
     return row
+
+
+def grouped(c: int, at: int) -> nn.Module:
+    return bln.BatchLayerNorm(c, groups=math.gcd(8, c), channel_dim=at)
+
+
+def warm(case: Case) -> None:
+    """Compile the kernels of a case, so that they are in Triton's cache."""
+    n, positions, c, dtype, last = case
+    at = len(positions) + 1 if last else 1
+    x = torch.randn([n, *positions, c], device="cuda").movedim(-1, at).contiguous().to(dtype).requires_grad_()
+    norms = [bln.BatchLayerNorm(c, channel_dim=at)]
+    if positions:
+        norms += [grouped(c, at), bln.BatchLayerNorm(c, channel_dim=at, per_position=False)]
+    for norm in norms:
+        norm.cuda()(x).sum().backward()
+        norm.eval()(x.detach())
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
@@ -262,6 +290,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shapes", nargs="+", type=int, default=range(len(SHAPES)), help="which, counted from 0")
     parser.add_argument("--without-compiler", action="store_true", help="leave the compiled formula out: faster")
+    parser.add_argument("--processes", type=int, default=8, help="that compile kernels before anything is timed; 0 for none")
     parser.add_argument("--out", type=Path, help="a folder for layer.csv and figures/layer.png")
     arguments = parser.parse_args()
     torch.compiler.config.force_disable_caches = True  # a launch chosen beside other programs would be chosen again
@@ -269,18 +298,22 @@ def main() -> None:
         parser.error("this benchmark needs a CUDA device; benchmarks/cpu.py does not")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    cases: list[Case] = [
+        (*SHAPES[number], getattr(torch, name), last)
+        for name in arguments.types
+        for number in arguments.shapes
+        for last in ((True, False) if len(SHAPES[number][1]) == 2 else (True,))
+    ]
+    if arguments.processes:
+        with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+            list(pool.map(warm, cases))
     rows, before = [], recorded()
-    for name in arguments.types:
-        for number in arguments.shapes:
-            n, positions, c = SHAPES[number]
-            for last in (True, False) if len(positions) == 2 else (True,):
-                rows.append(
-                    measure(n, positions, c, getattr(torch, name), last, last and not arguments.without_compiler)
-                )
-                print(line(rows[-1], before), flush=True)
-                if arguments.out:
-                    write(rows, arguments.out)
-                torch.cuda.empty_cache()
+    for case in cases:
+        rows.append(measure(case, case[-1] and not arguments.without_compiler))
+        print(line(rows[-1], before), flush=True)
+        if arguments.out:
+            write(rows, arguments.out)
+        torch.cuda.empty_cache()
     if arguments.out:
         draw(rows, arguments.out / "figures" / "layer.png")
 

@@ -5,8 +5,8 @@
 
 Inputs are random and change from step to step. A row has the time of a step (back to back, as in a training loop), the
 host's part of it (until the last launch is enqueued), images a second and the peak of memory. ``graph`` replays the
-eager step as one CUDA graph, so it is the GPU's time alone. Variants are interleaved, figures are medians, and the
-ratio is to BatchNorm in the same mode.
+eager step as one CUDA graph, so it is the GPU's time alone. Each variant has a process of its own, and they are timed
+in turns; figures are medians, and the ratio is to BatchNorm in the same mode.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -213,46 +218,105 @@ def times(step: Step, count: int) -> tuple[float, float]:
     return whole, host
 
 
-def measure(options: argparse.Namespace, net: str, batch: int, dtype: torch.dtype, last: bool) -> list[dict[str, Any]]:
-    """A row for each norm and mode."""
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table: a net with a norm, and how its steps are run."""
+
+    net: str
+    batch: int
+    type: str
+    layout: str
+    mode: str
+    norm: str
+
+
+def serve(variant: Variant, device: str, pipe: Connection) -> None:
+    """Prepare a variant in this process; then time steps whenever a number of them is asked for."""
+    pipe.recv()
+    try:
+        dtype, last = getattr(torch, variant.type), variant.layout == "last"
+        step = Step(variant.net, variant.norm, variant.mode, variant.batch, dtype, last, device)
+        for _ in range(4):
+            step()
+        step.sync()
+        pipe.send(torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0.0)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    while (count := pipe.recv()) is not None:
+        pipe.send(times(step, count))
+
+
+class Worker:
+    """A variant in a process of its own: compilers work side by side, and no variant sees another's memory.
+
+    The process imports what it needs and waits for :meth:`begin`.
+    """
+
+    def __init__(self, variant: Variant, device: str) -> None:
+        self.variant = variant
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(variant, device, other), daemon=True)
+        self.process.start()
+        other.close()
+        self.peak = 0.0
+        self.found: list[tuple[float, float]] = []
+
+    def begin(self) -> None:
+        """Have the process prepare its variant."""
+        with suppress(OSError):
+            self.pipe.send(None)
+
+    def ready(self) -> bool:
+        """Wait until the variant is prepared, and return whether it runs."""
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            answer = "its process ended"
+        if isinstance(answer, str):
+            print(f"{self.variant}: {answer}", file=sys.stderr)
+            return False
+        self.peak = answer
+        return True
+
+    def time(self, count: int) -> None:
+        """Time so many steps."""
+        self.pipe.send(count)
+        self.found.append(self.pipe.recv())
+
+    def end(self) -> None:
+        """End the process."""
+        with suppress(OSError):  # it may have ended by itself
+            self.pipe.send(None)
+        self.process.join()
+
+
+def measure(workers: list[Worker], repeats: int, steps: int) -> list[dict[str, Any]]:
+    """Time variants in turns, so that all see the machine in the same states, and return a row for each."""
+    for worker in workers:
+        worker.begin()
+    running = [worker for worker in workers if worker.ready()]
+    for _ in range(repeats):
+        for worker in running:
+            worker.time(steps)
+    for worker in workers:
+        worker.end()
+    medians = {worker: [statistics.median(each) for each in zip(*worker.found, strict=True)] for worker in running}
+    plain = {
+        replace(worker.variant, norm=""): whole for worker, (whole, _) in medians.items() if worker.variant.norm == "bn"
+    }
     rows = []
-    for mode in options.modes:
-        steps: dict[str, Step] = {}
-        peaks = {}
-        for norm in options.norms:
-            if options.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            try:
-                step = Step(net, norm, mode, batch, dtype, last, options.device)
-                for _ in range(4):
-                    step()
-            except Exception as error:
-                print(f"{net}, {norm}, {mode}: {type(error).__name__}: {error}", file=sys.stderr)
-                continue
-            step.sync()
-            peaks[norm] = (torch.cuda.max_memory_allocated() - before) / 2**20 if options.device == "cuda" else 0.0
-            steps[norm] = step
-        found: dict[str, list[tuple[float, float]]] = {norm: [] for norm in steps}
-        for _ in range(options.repeats):  # interleaved, so that all see the machine in the same states
-            for norm, step in steps.items():
-                found[norm].append(times(step, options.steps))
-        medians = {norm: [statistics.median(v) for v in zip(*values, strict=True)] for norm, values in found.items()}
-        for norm, (whole, host) in medians.items():
-            reference = medians.get("bn", (whole, host))[0]
-            rows.append(
-                {
-                    "net": net, "batch": batch, "type": str(dtype).removeprefix("torch."),
-                    "layout": "last" if last else "NCHW", "mode": mode, "norm": norm, "ms": round(1e3 * whole, 3),
-                    "ratio": round(whole / reference, 3), "host ms": round(1e3 * host, 3),
-                    "images/s": round(batch / whole), "peak MiB": round(peaks[norm]),
-                }
-            )  # fmt: skip
-            print(" ".join(f"{value!s:>9}" for value in rows[-1].values()), flush=True)
-        del steps
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-            torch.compiler.reset()
+    for worker, (whole, host) in medians.items():
+        reference = plain.get(replace(worker.variant, norm=""))
+        rows.append(
+            {
+                **asdict(worker.variant), "ms": round(1e3 * whole, 3),
+                "ratio": round(whole / reference, 3) if reference else "", "host ms": round(1e3 * host, 3),
+                "images/s": round(worker.variant.batch / whole), "peak MiB": round(worker.peak),
+            }
+        )  # fmt: skip
+        print(" ".join(f"{value!s:>9}" for value in rows[-1].values()), flush=True)
     return rows
 
 
@@ -270,19 +334,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--out", type=Path, help="a CSV file for the rows")
     options = parser.parse_args()
-    rows = [
-        row
-        for net in options.nets
-        for dtype in options.types
-        for layout in options.layouts
-        for batch in options.batch
-        for row in measure(options, net, batch, getattr(torch, dtype), layout == "last")
-    ]
-    if options.out is not None and rows:
-        with options.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+    settings = product(options.nets, options.batch, options.types, options.layouts)
+    waiting = [[Variant(*each, *way) for way in product(options.modes, options.norms)] for each in settings]
+    ahead = [Worker(variant, options.device) for variant in waiting.pop(0)]
+    rows: list[dict[str, Any]] = []
+    while ahead:
+        workers, ahead = ahead, [Worker(variant, options.device) for variant in (waiting.pop(0) if waiting else [])]
+        rows += measure(workers, options.repeats, options.steps)
+        if options.out is not None and rows:
+            with options.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, rows[0])
+                writer.writeheader()
+                writer.writerows(rows)
 
 
 if __name__ == "__main__":

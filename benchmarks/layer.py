@@ -290,7 +290,9 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shapes", nargs="+", type=int, default=range(len(SHAPES)), help="which, counted from 0")
     parser.add_argument("--without-compiler", action="store_true", help="leave the compiled formula out: faster")
-    parser.add_argument("--processes", type=int, default=8, help="that compile kernels before anything is timed; 0 for none")
+    parser.add_argument(
+        "--processes", type=int, default=8, help="that compile kernels before anything is timed; 0 for none"
+    )
     parser.add_argument("--out", type=Path, help="a folder for layer.csv and figures/layer.png")
     arguments = parser.parse_args()
     torch.compiler.config.force_disable_caches = True  # a launch chosen beside other programs would be chosen again

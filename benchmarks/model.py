@@ -32,25 +32,51 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bln
+from bln.experiments import models
 
 # ---- norms
 
 
-class FeaturesLast(nn.LayerNorm):
-    """Layer normalization over the features of NCHW."""
+class BatchNorm(nn.BatchNorm2d):
+    """torch's BatchNorm for inputs of any rank."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+class Transposed(nn.Module):
+    """A norm, with dimensions 1 and -1 of its input exchanged."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+        y: Tensor = self.norm(x.movedim(1, -1)).movedim(-1, 1)
+        return y
 
 
-NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "bn": nn.BatchNorm2d,
-    "gn": lambda c: nn.GroupNorm(min(32, c), c),
-    "ln": FeaturesLast,
-    "bln grouped": lambda c: bln.BatchLayerNorm(c, groups=math.gcd(8, c)),
-    "bln fused": lambda c: bln.BatchLayerNorm(c, groups=math.gcd(8, c)),  # its activation and residual in the same pass
-    "bln pooled": lambda c: bln.BatchLayerNorm(c, per_position=False, dim_scale=False),
-    "bln published": bln.BatchLayerNorm,
+Norm = Callable[[int, int], nn.Module]
+"""Makes a layer of this number of features, which lie at that dimension: 1, or -1 for sequences."""
+
+
+def channels_first(make: Callable[[int], nn.Module]) -> Norm:
+    """Have a norm of features in dimension 1 take them last, too."""
+    return lambda c, dim: make(c) if dim == 1 else Transposed(make(c))
+
+
+def grouped(c: int, dim: int, activation: str | None = None) -> nn.Module:
+    return bln.BatchLayerNorm(c, groups=math.gcd(8, c), channel_dim=dim, activation=activation)
+
+
+NORMS: dict[str, Norm] = {
+    "bn": channels_first(BatchNorm),
+    "gn": channels_first(lambda c: nn.GroupNorm(math.gcd(32, c), c)),
+    "ln": lambda c, dim: nn.LayerNorm(c) if dim == -1 else Transposed(nn.LayerNorm(c)),
+    "bln grouped": grouped,
+    "bln fused": grouped,  # residual nets: its activation and residual in the same pass
+    "bln pooled": lambda c, dim: bln.BatchLayerNorm(c, per_position=False, dim_scale=False, channel_dim=dim),
+    "bln published": lambda c, dim: bln.BatchLayerNorm(c, channel_dim=dim),
 }
 
 # ---- nets
@@ -70,7 +96,7 @@ class Activated(nn.Module):
 
 def activated(norm: str, c: int) -> nn.Module:
     """The norm with the ReLU behind it."""
-    return bln.BatchLayerNorm(c, groups=8, activation="relu") if norm == "bln fused" else Activated(NORMS[norm](c))
+    return grouped(c, 1, "relu") if norm == "bln fused" else Activated(NORMS[norm](c, 1))
 
 
 class Bottleneck(nn.Module):
@@ -89,14 +115,14 @@ class Bottleneck(nn.Module):
         self.norms = nn.ModuleList(activated(norm, b) for b in widths[1:])
         self.shortcut = None
         if stride > 1 or inside != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), NORMS[norm](out))
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), NORMS[norm](out, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        beside = x if self.shortcut is None else self.shortcut(x)
+        residual = x if self.shortcut is None else self.shortcut(x)
         *firsts, last = zip(self.convs, self.norms, strict=True)
         for conv, norm in firsts:
             x = norm(conv(x))
-        out: Tensor = last[1](last[0](x), residual=beside)
+        out: Tensor = last[1](last[0](x), residual=residual)
         return out
 
 
@@ -116,7 +142,7 @@ class ConvNextBlock(nn.Module):
 
     def __init__(self, width: int, norm: str) -> None:
         super().__init__()
-        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), NORMS[norm](width)
+        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), NORMS[norm](width, 1)
         self.up, self.down = nn.Conv2d(width, 4 * width, 1), nn.Conv2d(4 * width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,22 +156,23 @@ def convnext(norm: str, width: int = 192, depth: int = 9) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, width, 8, 8), *blocks, head)
 
 
-def lenet(norm: str) -> nn.Module:
-    """The paper's convolutional net: the norms behind the nonlinearities."""
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), NORMS[norm](6),
-        nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), NORMS[norm](16), nn.Flatten(),
-        nn.Linear(576, 120), nn.Tanh(), nn.Linear(120, 10),
-    )  # fmt: skip
+def images(size: int) -> Callable[[int], Tensor]:
+    return lambda batch: torch.randn(batch, 3, size, size)
 
 
-NETS: dict[str, tuple[Callable[[str], nn.Module], int]] = {
-    "resnet50": (partial(resnet, blocks=(3, 4, 6, 3), expansion=4), 224),
-    "resnet18": (partial(resnet, blocks=(2, 2, 2, 2), expansion=1), 224),
-    "resnet18-small": (partial(resnet, blocks=(2, 2, 2, 2), expansion=1), 64),
-    "convnext": (convnext, 224),
-    "lenet": (lenet, 32),
+def words(batch: int) -> Tensor:
+    return torch.randint(20_000, (batch, 80))
+
+
+NETS: dict[str, tuple[Callable[[str], nn.Module], Callable[[int], Tensor]]] = {
+    "resnet50": (partial(resnet, blocks=(3, 4, 6, 3), expansion=4), images(224)),
+    "resnet18": (partial(resnet, blocks=(2, 2, 2, 2), expansion=1), images(224)),
+    "resnet18-small": (partial(resnet, blocks=(2, 2, 2, 2), expansion=1), images(64)),
+    "convnext": (convnext, images(224)),
+    "lenet": (lambda norm: models.lenet(NORMS[norm]), images(32)),  # the paper's two nets
+    "lstm": (lambda norm: models.sentiment(NORMS[norm]), words),
 }
+"""Each net's maker, and its random inputs of a batch size."""
 
 # ---- measuring
 
@@ -154,15 +181,16 @@ class Step:
     """A training step of one variant."""
 
     def __init__(self, net: str, norm: str, mode: str, batch: int, dtype: torch.dtype, last: bool, device: str) -> None:
-        make, size = NETS[net]
+        make, draw = NETS[net]
         torch.manual_seed(0)
         self.device, self.dtype, self.batch, self.mode = device, dtype, batch, mode
         layout = torch.channels_last if last else torch.contiguous_format
         self.model = make(norm).to(device).to(memory_format=layout)
-        classes = [m for m in self.model.modules() if isinstance(m, nn.Linear)][-1].out_features
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-        self.inputs = [torch.randn(batch, 3, size, size, device=device).to(memory_format=layout) for _ in range(3)]
-        self.targets = torch.randint(classes, (batch,), device=device)
+        self.inputs = [draw(batch).to(device) for _ in range(3)]
+        if self.inputs[0].dim() == 4:
+            self.inputs = [x.to(memory_format=layout) for x in self.inputs]
+        self.targets = torch.randint(2, (batch,), device=device)
         self.count = 0
         compiled = {"compiled": {}, "reduce-overhead": {"mode": "reduce-overhead"}}.get(mode)
         self.call = self.model if compiled is None else torch.compile(self.model, **compiled)
@@ -173,7 +201,12 @@ class Step:
     def _run(self, x: Tensor) -> None:
         self.optimizer.zero_grad(set_to_none=self.mode != "graph")
         with torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32):
-            loss = F.cross_entropy(self.call(x), self.targets)
+            outputs = self.call(x)
+        outputs = outputs.float()
+        if outputs.dim() == 1:
+            loss = F.binary_cross_entropy_with_logits(outputs, self.targets.float())
+        else:
+            loss = F.cross_entropy(outputs, self.targets)
         loss.backward()
         self.optimizer.step()
 

@@ -44,4 +44,5 @@ def test_ratios_stand_beside_the_last_recorded_ones(layer, tmp_path):
 def test_recorded_rows_are_shapes_of_the_benchmark(layer):
     shapes = {f"{n}, {'x'.join(map(str, positions)) or '-'}, {c}" for n, positions, c in layer.SHAPES}
     recorded = layer.recorded()
-    assert recorded and {row["shape"] for row in recorded.values()} <= shapes
+    assert recorded
+    assert {row["shape"] for row in recorded.values()} <= shapes

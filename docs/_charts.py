@@ -1,40 +1,72 @@
-"""Draw the chart of whole nets from its committed table: ``python docs/_charts.py``, or ``make tables``."""
+"""Draw the charts of whole nets from their committed tables: ``python docs/_charts.py``, or ``make tables``."""
 
 from __future__ import annotations
 
-import csv
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from _measured import LAYOUTS, MAIN, MODES, RESULTS, STEP_NAMES, _rows, gpu_steps, step_norms
 from matplotlib.figure import Figure
 
 from bln.experiments.report.style import INK, Plot, look, styled
 
-FOLDER = Path(__file__).parent / "results" / "benchmarks"
-COLUMNS = {"GroupNorm": "gn", "BLN grouped": "bln-grouped"}
+COLOURS = {
+    "GroupNorm": look("gn").colour, "LayerNorm": look("ln").colour, "BLN grouped": look("bln-grouped").colour,
+    "BLN grouped, fused": look("bln-g4").colour, "BLN pooled": look("bln-pooled").colour,
+    "BLN as published": look("bln").colour,
+}  # fmt: skip
 
 
-def step_of_a_net() -> Plot:
-    """Return bars: a training step of ResNet-18 with each norm, as a multiple of the step with BatchNorm."""
-    with (FOLDER / "resnet18_cpu.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+def cpu_steps(results: Path = RESULTS) -> Plot:
+    """Return bars: a training step of ResNet-18 on a CPU with each norm."""
+    rows = _rows(results / "benchmarks" / "resnet18_cpu.csv")
+    labels = [f"batch {row['batch']}, {LAYOUTS.get(row['layout'], row['layout'])}" for row in rows]
+    ratios = {name: [float(row[name]) for row in rows] for name in ("GroupNorm", "BLN grouped")}
+    return _bars("resnet18_cpu", "ResNet-18", labels, ratios)
+
+
+def gpu_chart(results: Path = RESULTS) -> Plot | None:
+    """Return bars: a training step of ResNet-50 on a GPU with each norm; ``None`` if it is not measured."""
+    steps = {at: step for at, step in gpu_steps(results).items() if at[1:3] == MAIN}
+    if not steps:
+        return None
+    labels = [f"batch {batch}, {MODES.get(mode, mode)}" for batch, _, _, mode in steps]
+    norms = [norm for norm in step_norms(steps) if norm != "bn"]
+    ratios = {
+        STEP_NAMES[norm]: [float(step[norm]["ratio"]) if norm in step else math.nan for step in steps.values()]
+        for norm in norms
+    }
+    return _bars("resnet50_gpu", "ResNet-50", labels, ratios)
+
+
+def _bars(name: str, net: str, labels: Sequence[str], ratios: Mapping[str, Sequence[float]]) -> Plot:
+    """Return bars for each label, as multiples of BatchNorm's time."""
+    width = 0.8 / len(ratios)
     with styled():
-        figure = Figure(figsize=(5, 2.8))
+        figure = Figure(figsize=(5, 1.1 + 0.23 * len(labels) * (len(ratios) + 0.5)))
         axes = figure.add_subplot()
-        for at, (column, norm) in enumerate(COLUMNS.items()):
-            places = [place + 0.36 * (at - 0.5) for place in range(len(rows))]
-            ratios = [float(row[column]) for row in rows]
-            bars = axes.barh(places, ratios, height=0.33, color=look(norm).colour, label=column)
-            axes.bar_label(bars, fmt="%.2f", label_type="center", color="white", fontsize=8.5)
+        for at, (norm, values) in enumerate(ratios.items()):
+            places = [place + width * (at - (len(ratios) - 1) / 2) for place in range(len(labels))]
+            axes.barh(places, values, height=0.9 * width, color=COLOURS[norm], label=norm)
+            for place, value in zip(places, values, strict=True):
+                text = "not run" if math.isnan(value) else f"{value:.2f}"
+                ink = INK if math.isnan(value) else "white"
+                axes.text(0.03, place, text, color=ink, fontsize=8.5, va="center_baseline")  # left of the line at 1
         axes.axvline(1, color=INK, linewidth=1)
-        axes.set_yticks(range(len(rows)), [f"batch {row['batch']}, {row['layout']}" for row in rows])
+        axes.set_yticks(range(len(labels)), labels)
         axes.set(xlabel="time of a training step, BatchNorm = 1")
+        axes.margins(y=0.02)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside lower center", ncols=2)
-    alt = "Bars: a training step of ResNet-18 with GroupNorm and BLN grouped, as a multiple of BatchNorm's."
-    return Plot("resnet18_cpu", "", alt, figure)
+    alt = f"Bars: a training step of {net} with {' and '.join(ratios)}, as a multiple of BatchNorm's."
+    return Plot(name, "", alt, figure)
 
 
 if __name__ == "__main__":
-    step_of_a_net().save(FOLDER)
-    (FOLDER / "resnet18_cpu.svg").unlink()
+    folder = RESULTS / "benchmarks"
+    for plot in (cpu_steps(), gpu_chart()):
+        if plot is not None:
+            plot.save(folder)
+            (folder / f"{plot.name}.svg").unlink()

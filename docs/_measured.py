@@ -20,7 +20,7 @@ from bln.experiments.report import page, shift, sizes
 from bln.experiments.report.claims import CLAIMS, Verdict, judge, overall
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, ended
 from bln.experiments.report.overview import chosen
-from bln.experiments.report.statistics import mean_interval, number
+from bln.experiments.report.statistics import mean_interval, number, paired_interval
 from bln.experiments.report.style import look
 from bln.experiments.report.summary import CONFIGURATIONS, Run, Score, Summary, authors, collect, read
 
@@ -63,29 +63,82 @@ def _digits(results: Path) -> sizes.Results:
 
 def box(results: Path) -> str:
     """Return the three lines of the first screen."""
-    found, step = _digits(results), _ratios(results / "benchmarks" / "resnet18_cpu.csv", "BLN grouped")
+    found = _digits(results)
+    return table(["", ""], [["**Gain**", _gain(found)], ["**Cost**", _cost(results)], ["**Not for**", _not_for(found)]])
+
+
+def _gain(found: sizes.Results) -> str:
+    norms = [norm for norm in (sizes.OURS, "bn", "gn") if norm in found.norms]
+    means = {norm: [100 * found.estimate(norm, size).mean for size in found.sizes] for norm in norms}
     accuracies = "; ".join(
-        f"{sizes.name(norm)} {', '.join(f'{100 * found.estimate(norm, size).mean:.1f}' for size in found.sizes)}"
-        for norm in (sizes.OURS, "bn", "gn")
+        f"{sizes.name(norm)} {', '.join(number(mean, digits=1) for mean in means[norm])}" for norm in norms
     )
-    stands = sizes.standings(found)
-    ahead, behind = (sum(each.verdict == verdict for each in stands) for verdict in ("ahead", "behind"))
-    last = stands[-1]
-    points = last.difference.times(100).text(signed=True, digits=1)
-    gain = (
-        f"One layer for every batch size. Handwritten digits at batch {', '.join(map(str, found.sizes))}, % right: "
-        f"{accuracies}. With its whole interval it is ahead of the best other norm at {ahead} sizes and behind at "
-        f"{behind}."
+    best = [max(column) for column in zip(*means.values(), strict=True)]
+    behind = {norm: max(top - mean for top, mean in zip(best, means[norm], strict=True)) for norm in norms}
+    worst = _listed([f"{sizes.name(norm)} {number(points, digits=1)}" for norm, points in behind.items()])
+    return (
+        f"One layer for every batch size. Handwritten digits, % right at batch {_listed(found.sizes)}: {accuracies}. "
+        f"At its worst size, each is so many points behind the best: {worst}. {_stands(sizes.standings(found))}"
     )
-    cost = (
-        f"A training step of ResNet-18 on a CPU takes {min(step):g} to {max(step):g} times BatchNorm's. Frozen for "
-        "inference, the layer costs nothing."
+
+
+def _stands(stands: Sequence[sizes.Standing]) -> str:
+    """Return one sentence: how BLN stands against the best other norm at each batch size."""
+    words = {"ahead": "ahead", "level": "level", "behind": "behind", "undecided": "too close to call"}
+    at = {kind: [each.size for each in stands if each.verdict == kind] for kind in words}
+    parts = [
+        f"{words[kind]} at {'every batch size' if len(own) == len(stands) else f'batch {_listed(own)}'}"
+        for kind, own in at.items()
+        if own
+    ]
+    return f"By 95 % intervals over seeds, BLN is {_listed(parts)} against the best other norm."
+
+
+def _cost(results: Path) -> str:
+    cpu = _range(_ratios(results / "benchmarks" / "resnet18_cpu.csv", "BLN grouped"))
+    frozen = "Frozen for inference, the layer costs nothing."
+    steps = {at: step for at, step in gpu_steps(results).items() if at[1:3] == MAIN}
+    modes = _listed(list(dict.fromkeys(MODES.get(at[3], at[3]) for at in steps)))
+
+    def takes(norm: str) -> str:
+        ratios: dict[str, list[float]] = {}
+        for at, step in steps.items():
+            if norm in step:
+                ratios.setdefault(at[0], []).append(float(step[norm]["ratio"]))
+        return _listed([f"{_range(own)} at batch {batch}" for batch, own in ratios.items()])
+
+    if not (grouped := takes("bln grouped")):
+        return (
+            f"A training step of ResNet-18 on a CPU takes {cpu} times BatchNorm's; ResNet-50 on a GPU is not measured "
+            f"yet. {frozen}"
+        )
+    fused = takes("bln fused")
+    fused = f" With ReLU and shortcut in the layer it is {fused}." if fused else ""
+    return (
+        f"A training step of ResNet-50 on a GPU ({modes}) over BatchNorm's: {grouped}.{fused} On a CPU, of ResNet-18: "
+        f"{cpu}. {frozen}"
     )
-    unfit = (
-        f"Large batches alone. At batch {last.size} the difference to {sizes.name(last.rival)} is {points} points, and "
-        "BatchNorm is cheaper. Nor for causal sequences in the grouped form."
+
+
+def _not_for(found: sizes.Results) -> str:
+    size = found.sizes[-1]
+    difference = paired_interval(found.differences(size, "bn"))
+    points = difference.times(100).text(signed=True, digits=1)
+    large = "Large batches alone" if not difference.low > 0 else "Large batches where time matters most"
+    return (
+        f"{large}: at batch {size} its difference to BatchNorm is {points} points, and BatchNorm is cheaper. "
+        "Nor for causal sequences in the grouped form."
     )
-    return table(["", ""], [["**Gain**", gain], ["**Cost**", cost], ["**Not for**", unfit]])
+
+
+def _listed(words: Sequence[object]) -> str:
+    *firsts, last = map(str, words) if words else [""]
+    return f"{', '.join(firsts)} and {last}" if firsts else last
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.2f}", f"{max(values):.2f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def by_size(found: sizes.Results) -> str:
@@ -267,7 +320,7 @@ def calibration(results: Path) -> str:
     return table(["configuration", "loss as trained", "loss after `bln.calibrate`", "change"], rows)
 
 
-# ---- kernels on a GPU
+# ---- steps of whole nets, and kernels, on a GPU
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -277,6 +330,78 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 def _ratios(path: Path, column: str) -> list[float]:
     return [float(row[column]) for row in _rows(path) if row[column]]
+
+
+MAIN = ("bfloat16", "last")
+"""The type and layout of the chart and of the first screen."""
+STEP_NAMES = {
+    "bn": "BatchNorm", "gn": "GroupNorm", "ln": "LayerNorm", "bln grouped": "BLN grouped",
+    "bln fused": "BLN grouped, fused", "bln pooled": "BLN pooled", "bln published": "BLN as published",
+}  # fmt: skip
+MODES = {"graph": "CUDA graph"}
+LAYOUTS = {"last": "channels last"}
+Steps = dict[tuple[str, ...], dict[str, dict[str, str]]]
+
+
+def gpu_steps(results: Path = RESULTS) -> Steps:
+    """Return the rows of ResNet-50 on a GPU by batch, type, layout and mode, then by norm; none if not measured.
+
+    They are what ``benchmarks/model.py --out`` wrote. ``resnet50_gpu.txt`` beside them says on what and when.
+    """
+    path, found = results / "benchmarks" / "resnet50_gpu.csv", Steps()
+    for row in _rows(path) if path.exists() else []:
+        setting = found.setdefault((row["batch"], row["type"], row["layout"], row["mode"]), {})
+        if row["ratio"]:
+            setting[row["norm"]] = row
+    return dict(sorted(found.items(), key=lambda item: item[0][1:3] != MAIN))
+
+
+def step_norms(steps: Steps) -> list[str]:
+    """Return the norms that were measured, in one order."""
+    return [norm for norm in STEP_NAMES if any(norm in step for step in steps.values())]
+
+
+def resnet50(results: Path) -> str:
+    """Return chart and table of a training step of ResNet-50 on a GPU."""
+    if not (steps := gpu_steps(results)):
+        return "A step of ResNet-50 on a GPU is not measured yet."
+    origin, norms = results / "benchmarks" / "resnet50_gpu.txt", step_norms(steps)
+    rows = [
+        [*_setting(at[:3]), MODES.get(at[3], at[3]), step.get("bn", {}).get("ms", "")]
+        + [f"{float(step[norm]['ratio']):.2f}" if norm in step else "" for norm in norms[1:]]
+        for at, step in steps.items()
+    ]
+    chart = (
+        "![A training step of ResNet-50 on a GPU with each norm, as a multiple of the step with BatchNorm]"
+        "(results/benchmarks/resnet50_gpu.png)"
+    )
+    head = ["batch", "type", "layout", "mode", "BatchNorm, ms", *(STEP_NAMES[norm] for norm in norms[1:])]
+    legend = (
+        "Images have 224 pixels. The time with BatchNorm is in milliseconds, the other columns are multiples of it. "
+        '*Fused* is the grouped form with `activation="relu"`: ReLU and shortcut are in the same pass as the '
+        "normalization. `compiled` is `torch.compile`, `reduce-overhead` its mode of that name. A CUDA graph leaves "
+        "the host out: it is the GPU's time alone."
+    )
+    made = [origin.read_text(encoding="utf-8").strip()] if origin.exists() else []
+    return "\n\n".join([chart, table(head, rows), *made, legend])
+
+
+def resnet50_memory(results: Path) -> str:
+    """Return the peak of memory of an eager training step of ResNet-50 on a GPU."""
+    steps = {at: step for at, step in gpu_steps(results).items() if at[3] == "eager"}
+    if not steps:
+        return "The peak of a whole net on a GPU is not measured yet."
+    norms = step_norms(steps)
+    rows = [
+        [*_setting(at[:3]), *(step[norm]["peak MiB"] if norm in step else "" for norm in norms)]
+        for at, step in steps.items()
+    ]
+    return table(["batch", "type", "layout", *(f"{STEP_NAMES[norm]}, MiB" for norm in norms)], rows)
+
+
+def _setting(at: tuple[str, ...]) -> list[str]:
+    batch, dtype, layout = at
+    return [batch, dtype, LAYOUTS.get(layout, layout)]
 
 
 def kernels(direction: str, unit: str, more: Sequence[str], results: Path) -> str:
@@ -357,6 +482,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "shift_chosen": shift_chosen,
     "shift_signs": lambda results: shift.markdown(*shift.told_apart(_choices(results))),
     **{path.stem: partial(recorded, path.stem) for path in sorted((RESULTS / "benchmarks").glob("*.csv"))},
+    "resnet50_gpu": resnet50,
+    "resnet50_gpu_memory": resnet50_memory,
 }
 
 

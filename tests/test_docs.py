@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 from bln.experiments import table
+from bln.experiments.report import sizes
+from bln.experiments.report.statistics import Estimate
 from report_runs import by_size, everything
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +97,9 @@ def test_no_machine_paths_in_the_repository():
 
 
 def module(name):
-    """A program of the docs."""
+    """A program of the docs; they import each other."""
+    if str(ROOT / "docs") not in sys.path:
+        sys.path.append(str(ROOT / "docs"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
@@ -177,7 +182,78 @@ def test_tables_can_be_made_of_every_experiment(measured, tmp_path):
     assert re.search(r"\| 1 \| GroupNorm \| \+10.0 .* \| ahead \|", made)
 
 
-def test_the_chart_of_whole_nets_shows_its_table(measured):
+def widths(plot):
+    """The lengths of a chart's bars, by their name."""
+    (axes,) = plot.figure.axes
+    return {bars.get_label(): [bar.get_width() for bar in bars] for bars in axes.containers}
+
+
+def test_the_chart_of_a_cpu_shows_its_table(measured):
     ratios = measured._ratios(measured.RESULTS / "benchmarks" / "resnet18_cpu.csv", "BLN grouped")
-    (axes,) = module("_charts").step_of_a_net().figure.axes
-    assert [bar.get_width() for bar in axes.containers[1]] == ratios
+    assert widths(module("_charts").cpu_steps())["BLN grouped"] == ratios
+
+
+GPU_RATIOS = {"bn": 1.0, "bln grouped": 1.1, "bln published": 2.2, "gn": 1.3, "bln fused": 1.05}
+
+
+def gpu_results(folder, ratios=GPU_RATIOS):
+    """The committed results, with made-up rows of a GPU."""
+    results = shutil.copytree(ROOT / "docs" / "results", folder / "results")
+    settings = [(batch, "bfloat16", "last", mode) for batch in (128, 32)
+                for mode in ("eager", "compiled", "reduce-overhead", "graph")]  # fmt: skip
+    settings += [(128, "float32", "last", "eager"), (128, "bfloat16", "NCHW", "eager")]
+    rows = ["net,batch,type,layout,mode,norm,ms,ratio,host ms,images/s,peak MiB"]
+    for batch, dtype, layout, mode in settings:
+        for norm, ratio in ratios.items():
+            ratio += 0.1 * (batch == 32 and norm != "bn")
+            rows.append(f"resnet50,{batch},{dtype},{layout},{mode},{norm},{40 * ratio:.3f},{ratio:.3f},9.0,3200,7000")
+    (results / "benchmarks" / "resnet50_gpu.csv").write_text("\n".join(rows) + "\n")
+    (results / "benchmarks" / "resnet50_gpu.txt").write_text("One made-up GPU.\n")
+    return results
+
+
+def test_a_gpu_run_is_a_table_a_chart_and_a_line_of_the_first_screen(measured, tmp_path):
+    results = gpu_results(tmp_path)
+    made = measured.resnet50(results)
+    assert "| 128 | bfloat16 | channels last | eager | 40.000 | 1.30 | 1.10 | 1.05 | 2.20 |" in made
+    assert "| 128 | bfloat16 | NCHW | eager |" in made
+    assert "| 128 | float32 | channels last | eager |" in made
+    assert "\n\nOne made-up GPU.\n\n" in made
+    assert "| 128 | float32 | channels last | 7000 | 7000 |" in measured.resnet50_memory(results)
+    bars = widths(module("_charts").gpu_chart(results))
+    assert bars["BLN grouped"] == [1.1] * 4 + [1.2] * 4
+    cost = measured.box(results).splitlines()[3]
+    assert "reduce-overhead and CUDA graph) over BatchNorm's: 1.10 at batch 128 and 1.20 at batch 32." in cost
+    assert "With ReLU and shortcut in the layer it is 1.05 at batch 128 and 1.15 at batch 32." in cost
+
+
+def test_a_norm_that_did_not_run_on_the_gpu_leaves_its_cells_empty(measured, tmp_path):
+    results = gpu_results(tmp_path)
+    path = results / "benchmarks" / "resnet50_gpu.csv"
+    rows = [row for row in path.read_text().splitlines() if ",bln fused," not in row and ",compiled,bn," not in row]
+    path.write_text("\n".join(rows) + "\n")
+    assert "fused" not in measured.resnet50(results)
+    assert "| 128 | bfloat16 | channels last | compiled |  | 1.30 | 1.10 | 2.20 |" in measured.resnet50(results)
+    assert "With ReLU" not in measured.box(results)
+
+
+def test_without_a_gpu_run_the_pages_say_so(measured, tmp_path):
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "results", ignore=shutil.ignore_patterns("resnet50_gpu*"))
+    results = tmp_path / "results"
+    for text in (measured.resnet50(results), measured.resnet50_memory(results), measured.box(results)):
+        assert "not measured yet" in text
+    assert module("_charts").gpu_chart(results) is None
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        (["ahead", "ahead"], "BLN is ahead at every batch size against"),
+        (["undecided", "undecided"], "BLN is too close to call at every batch size against"),
+        (["ahead", "level", "ahead"], "BLN is ahead at batch 1 and 3 and level at batch 2 against"),
+        (["undecided", "behind", "ahead"], "BLN is ahead at batch 3, behind at batch 2 and too close to call"),
+    ],
+)
+def test_the_first_screen_reads_well_whatever_the_results(measured, verdicts, expected):
+    found = [sizes.Standing(size, "bn", Estimate(0, 0, 0, 3), verdict) for size, verdict in enumerate(verdicts, 1)]
+    assert expected in measured._stands(found)

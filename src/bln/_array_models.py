@@ -19,9 +19,8 @@ from . import formula
 from ._arrays import INITIAL, averages, by_name
 from ._frameworks import framework
 from ._progress import track
-from ._search.result import DEPENDS_ON_BATCH, SearchResult, ranked
-from ._search.score import Row
-from ._search.score import averages as scores
+from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult, ranked
+from ._search.result import averages as scores
 from .config import StatisticsConfig, choices, configure_layers
 
 Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]

@@ -151,7 +151,7 @@ def choose(
     arrays, give ``Priors`` and the library's own ``where(condition, yes, no)``.
     """
     priors = Priors(*config.priors) if isinstance(config, StatisticsConfig) else config
-    select = partial(_selected, where) if where is not None else _shrunk
+    select = _shrunk if isinstance(config, StatisticsConfig) else partial(_selected, where)
 
     def pair(mean: str, var: str, prior_mean: Any, prior_var: Any, inverse_m: Any) -> tuple[Any, Any]:
         own_mean, own_var = getattr(current, mean), getattr(current, var)

@@ -112,3 +112,11 @@ def test_applying_what_depends_on_its_batch_says_so_where_nobody_measured():
         warnings.simplefilter("error")
         result.apply(model, "TTFF")
         result.apply(model, result["TTTT"])
+
+
+def test_a_result_prints_where_every_row_has_an_order_that_gives_nan():
+    row = Row(bln.StatisticsConfig.parse("FFFF"), Score(0.5, 0.1), {"single": Score(math.nan)})
+    result = SearchResult([row], "together", (), 18, 3, robust=True)
+    assert "0.5000" in str(result)
+    with pytest.raises(ValueError, match="every configuration has a NaN loss"):
+        _ = result.best

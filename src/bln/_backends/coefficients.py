@@ -52,7 +52,7 @@ def infer(
     if config.uses_batch or config.uses_features:
         own = statistics(measure(x, mask, channel_dim), spec)
         own = recall(own) if recall is not None and config.uses_batch else own
-        found = formula.choose(config, own, population)
+        found = formula.choose(config, own, population, torch.where)
     y = apply(x, found, gamma, beta, mask, channel_dim, spec)
     return y, Statistics(*(value.detach() for value in found))
 

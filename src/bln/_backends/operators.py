@@ -46,7 +46,7 @@ def infer(
     rows = hide(x, mask, channel_dim).movedim(channel_dim, -1)
     own = current(rows, mask, spec, config)
     own = recall(own) if recall is not None and config.uses_batch else own
-    s = formula.choose(config, own, population)
+    s = formula.choose(config, own, population, torch.where)
     return apply(rows, s, gamma, beta, mask, channel_dim, spec), detached(s)
 
 

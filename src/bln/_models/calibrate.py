@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,11 +19,13 @@ from .._frameworks import framework
 from .._progress import track
 from ..config import StatisticsConfig, configure_layers
 from ..layer import BatchLayerNorm
+from ..population import Snapshot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Step = Callable[[nn.Module, Any], Any]
+Snapshots = Sequence[Snapshot]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -33,7 +35,7 @@ def layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
     Names are those of the model itself, also where it is compiled or wrapped in ``DistributedDataParallel``.
     """
     if not isinstance(model, nn.Module):
-        raise _no_torch_module(model)
+        raise TypeError(_no_torch_module(model))
     found = unwrapped(model).named_modules()
     return {name: module for name, module in found if isinstance(module, BatchLayerNorm)}
 
@@ -112,7 +114,7 @@ def calibrate_on(
     check_batches(batches)
     found = required_layers(model)
     unique = list(found.values())
-    before = [(layer.population.snapshot(), layer.momentum, layer.process_group) for layer in unique]
+    before, settings = snapshots(unique), [(layer.momentum, layer.process_group) for layer in unique]
     reached: set[nn.Module] = set()
     hooks = [layer.register_forward_hook(lambda layer, *_: reached.add(layer)) for layer in unique]
     step = step or run
@@ -131,7 +133,7 @@ def calibrate_on(
                 raise ValueError("calibrate got no batches; was the iterable used up before?")
         merge(found, ranks, share=False)
         on_ranks = ranks.gather(torch.tensor([[layer in reached for layer in unique]])).any(0).tolist()
-        for (name, layer), (snapshot, *_), was_reached in zip(found.items(), before, on_ranks, strict=True):
+        for (name, layer), snapshot, was_reached in zip(found.items(), before, on_ranks, strict=True):
             if not was_reached:
                 layer.population.restore(snapshot)
                 warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=3)
@@ -140,13 +142,23 @@ def calibrate_on(
             else:
                 layer.population.complete(snapshot)
     except BaseException:
-        for layer, (snapshot, *_) in zip(unique, before, strict=True):
-            layer.population.restore(snapshot)
+        restore(unique, before)
         raise
     finally:
-        for layer, hook, (_, momentum, group) in zip(unique, hooks, before, strict=True):
-            layer.momentum, layer.process_group = momentum, group
+        for layer, hook, setting in zip(unique, hooks, settings, strict=True):
+            layer.momentum, layer.process_group = setting
             hook.remove()
+
+
+def snapshots(layers: Iterable[BatchLayerNorm]) -> Snapshots:
+    """The statistics of layers, for ``restore``."""
+    return [layer.population.snapshot() for layer in layers]
+
+
+def restore(layers: Iterable[BatchLayerNorm], snapshots: Snapshots) -> None:
+    """Put statistics back; without any, nothing happens."""
+    for layer, snapshot in zip(layers, snapshots, strict=False):
+        layer.population.restore(snapshot)
 
 
 def check_batches(batches: Any) -> None:
@@ -168,19 +180,17 @@ def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
     if found := layers(model):
         return found
     if framework(model).__name__ != __name__:  # on the torch backend Keras models are torch modules too
-        raise _no_torch_module(model)
+        raise TypeError(_no_torch_module(model))
     raise ValueError(
         f"{type(model).__name__} has no BatchLayerNorm; bln.convert(model) replaces other norms, "
         "bln.insert(model, example) adds one behind each nonlinearity"
     )
 
 
-def _no_torch_module(model: Any) -> TypeError:
-    try:
-        home = framework(model).__name__
-    except TypeError:
-        return TypeError(f"expected a torch module with BLN layers, got {type(model).__name__}")
-    return TypeError(f"{type(model).__name__} is no torch model; what can be done with it is in {home}")
+def _no_torch_module(model: Any) -> str:
+    with suppress(TypeError):
+        return f"{type(model).__name__} is no torch model; what can be done with it is in {framework(model).__name__}"
+    return f"expected a torch module with BLN layers, got {type(model).__name__}"
 
 
 def hooked(module: nn.Module) -> bool:
@@ -238,8 +248,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 def preserved(model: nn.Module) -> Iterator[None]:
     """Restore every module's mode, and the random state of torch, Python and NumPy, at the end."""
     modes = [(module, module.training) for module in model.modules()]
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
+    python_state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
     devices = {t.device.index for t in model.parameters() if t.device.type == "cuda"}
     try:

@@ -6,14 +6,11 @@ evaluate    Scores many configurations on one mini-batch, together or separately
 vectorize   Runs several configurations in one pass, by torch.vmap.
 measure     Losses and metrics.
 rebatch     The same samples in other mini-batches.
-descend     A configuration for each layer, by coordinate descent.
-study       The same by Optuna.
-score       The scores of a configuration; imports no torch, as result and table.
-result      What a search found.
+per_layer   A configuration for each layer, by coordinate descent or Optuna.
+result      Scores, rows and what a search found; imports no torch, as table.
 table       Prints a result.
 """
 
-from .result import SearchResult
-from .score import Row
+from .result import Row, SearchResult
 
 __all__ = ["Row", "SearchResult"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from .._models import calibrate as models
 from ..layer import BatchLayerNorm
-from .descend import Assignment
 from .measure import Measure
+from .per_layer import Assignment
 from .rebatch import first, length, one_by_one
 from .vectorize import assigned, differing, one_at_a_time, together
 
@@ -54,7 +55,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._device = next(chain(self.model.parameters(), self.model.buffers())).device
-        self._sizes = [0] * len(self.layers)  # of each layer's input, in the first mini-batch
+        self._sizes: dict[nn.Module, int] = {}  # of each layer's input, in the first mini-batch
 
     @property
     def mode(self) -> str:
@@ -73,13 +74,12 @@ class Evaluator:
             Scores ``(assignments, 1 + metrics)``, left on the device, and the number of samples.
         """
         batch = self._on_device(batch)
-        if len(assignments) == 1 and not single:
-            return self._separately(batch, assignments, single)
-        if single not in self.why and not self.why.get(False):
+        alone = self.why.get(False) or (len(assignments) == 1 and not single)
+        if not alone and single not in self.why:
             scores = self._check(first(batch, _PROBES) if single else batch, assignments, single)
             if not single:
                 return scores
-        if not (self.why.get(False) or self.why[single]):
+        if not (alone or self.why[single]):
             try:
                 results = self._together(batch, assignments, single)
             except Exception as error:  # whatever the model cannot do vectorized, it can do without
@@ -91,13 +91,10 @@ class Evaluator:
     def _check(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
         """Return the scores of separate evaluations, and note whether one pass gives other losses."""
 
-        def count(at: int) -> Callable[..., None]:
-            def hook(layer: nn.Module, args: Any, y: Tensor) -> None:
-                self._sizes[at] = max(self._sizes[at], y.numel())
+        def measure(layer: nn.Module, _: Any, y: Tensor) -> None:
+            self._sizes[layer] = max(self._sizes.get(layer, 0), y.numel())
 
-            return hook
-
-        hooks = [layer.register_forward_hook(count(at)) for at, layer in enumerate(self.layers)]
+        hooks = [layer.register_forward_hook(measure) for layer in self.layers]
         try:
             scores = self._separately(batch, assignments, single)
         finally:
@@ -107,12 +104,11 @@ class Evaluator:
         try:
             results = self._together(batch, assignments, single)
             losses, expected = (found[:, 0].cpu().double() for found, _ in (self._scores(results, batch), scores))
-        except Exception as error:
-            self.why[single] = _headline(error)
-        else:
             within = _tolerance(self._device, [outputs for outputs, _ in results])
             if not torch.allclose(losses, expected, rtol=within, atol=within, equal_nan=True):
                 self.why[single] = "together they have other losses"
+        except Exception as error:
+            self.why[single] = _headline(error)
         return scores
 
     def _on_device(self, batch: Any) -> Any:
@@ -159,32 +155,30 @@ class Evaluator:
         results: list[tuple[Any, Any]] = []
         while len(results) < len(assignments):
             chunk = assignments[len(results) : len(results) + self._copies(assignments)]
-            fits = True
             try:
                 results += self._pass(batch, chunk, single)
+                continue
             except (RuntimeError, MemoryError) as error:
                 if not _out_of_memory(error) or len(chunk) == 1:
                     raise
-                fits = False
-            if not fits:  # here and not above, where the exception still keeps the failed pass's tensors alive
-                self.width = len(chunk) // 2
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+            # Here and not above, where the exception still keeps the failed pass's tensors alive.
+            self.width = len(chunk) // 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         return results
 
     def _pass(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> list[tuple[Any, Any]]:
-        if single:
-            return together(lambda: one_at_a_time(self._run, batch), self.model, self.layers, assignments)
-        if self.step is None:  # targets are not the model's, and may be anything
-            outputs = together(lambda: models.run(self.model, batch), self.model, self.layers, assignments)
-            return [(output, batch[1]) for output in outputs]
-        return together(lambda: self._run(batch), self.model, self.layers, assignments)
+        if single or self.step is not None:
+            run = partial(one_at_a_time, self._run, batch) if single else partial(self._run, batch)
+            return together(run, self.model, self.layers, assignments)
+        outputs = together(partial(models.run, self.model, batch), self.model, self.layers, assignments)
+        return [(output, batch[1]) for output in outputs]  # targets are not the model's, and may be anything
 
     def _copies(self, assignments: Sequence[Assignment]) -> int:
         """How many assignments run in one pass."""
         copies = self.width or len(assignments)
         if self._device.type == "cpu" and (changing := differing(assignments)):
-            largest = max(1, *self._sizes[changing[0] :])
+            largest = max(1, *(self._sizes.get(layer, 0) for layer in self.layers[changing[0] :]))
             copies = min(copies, max(_CPU_COPIES, _CPU_NUMBERS // largest))
         return math.ceil(len(assignments) / math.ceil(len(assignments) / copies))  # passes of about one size
 
@@ -216,8 +210,8 @@ def _tolerance(device: torch.device, outputs: Any) -> float:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(said in str(error).lower() for said in ("out of memory", "can't allocate memory"))
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in said or "can't allocate memory" in said
 
 
 def _headline(error: Exception) -> str:

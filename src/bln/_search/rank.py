@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -16,15 +17,13 @@ from .._distributed.ranks import Ranks
 from .._models import calibrate as models
 from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
-from ..population import Population, Snapshot
-from .descend import Assignment, descend, nan_last
+from ..population import Population
 from .evaluate import Evaluator
 from .measure import Function, Measure, Metrics
-from .objective import Objective, restore
+from .objective import Objective
+from .per_layer import Assignment, descend, explore
 from .rebatch import reorder_on
-from .result import DEPENDS_ON_BATCH, SearchResult, preferred, ranked
-from .score import Row, Score
-from .study import explore
+from .result import DEPENDS_ON_BATCH, Row, SearchResult, nan_last, preferred, ranked
 from .vectorize import assigned
 
 if TYPE_CHECKING:
@@ -112,60 +111,51 @@ def search(
 
     with ranks.guard(), models.uncompiled(), _as_found(model, layers):
         model.eval()
-        as_found, calibrated = _snapshots(layers), None
+        statistics: list[models.Snapshots] = [models.snapshots(layers)]
         if calibrate is not None:
             models.calibrate_on(ranks, model, calibrate, step, progress)
-            calibrated = _snapshots(layers)
+            statistics.insert(0, models.snapshots(layers))
         evaluator = Evaluator(models.unwrapped(model), layers, measure, step)
         objective = Objective(evaluator, list(found), configs, robust, progress, ranks)
-        samples = objective.first_pass(batches, per_layer or rebatch, as_found, calibrated)
+        samples = objective.first_pass(batches, per_layer or rebatch, statistics)
         if rebatch:
             objective.orders = reorder_on(ranks, objective.held)
             objective.rebatch(objective.shared, "rebatch")
         if per_layer:
-            _search_layers(objective, sampler, storage, study, trials, notes)
+            notes += _search_layers(objective, sampler, storage, study, trials)
             if rebatch:
                 rows = ranked(list(objective.rows.values()), robust)
                 leading = {id(rows[0]), id(preferred(rows, robust))}
                 objective.rebatch([a for a, row in objective.rows.items() if id(row) in leading], "rebatch the best")
 
     rows = ranked(list(objective.rows.values()), robust)
-    notes += _statistics_notes(rows, found, calibrated is not None) + _notes(rows, objective)
-    statistics = None if calibrated is None else dict(zip(found, calibrated, strict=True))
-    return SearchResult(rows, evaluator.mode, tuple(notes), sum(samples), len(samples), robust, statistics)
+    notes += _notes(rows, objective, found)
+    calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
+    return SearchResult(rows, evaluator.mode, tuple(notes), sum(samples), len(samples), robust, calibrated)
 
 
 # ---- a configuration for each layer
 
 
-def _search_layers(
-    objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None, notes: list[str]
-) -> None:
+def _search_layers(objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None) -> list[str]:
+    """Look for configurations of single layers; return what to know about that."""
     names, configs = objective.names, objective.configs
     shared = dict(zip(objective.shared, objective.costs(objective.shared, "search"), strict=True))
     if sampler is None:
         descend(min(shared, key=lambda assignment: nan_last(shared[assignment])), names, configs, objective.costs)
-        return
+        return []
     wanted = len(configs) * len(names) if trials is None else trials
     progress, objective.progress = objective.progress, False  # the study has a bar of its own
     if objective.ranks.rank > 0:
         known = _follow(objective)
     else:
         best, known = explore(
-            shared,
-            names,
-            configs,
-            lambda assignments, what: _lead(objective, assignments, what),
-            sampler=sampler,
-            storage=storage,
-            study=study,
-            trials=wanted,
-            progress=progress,
-        )
+            shared, names, configs, partial(_lead, objective),
+            sampler=sampler, storage=storage, study=study, trials=wanted, progress=progress,
+        )  # fmt: skip
         _lead(objective, [best], "the best of the study")  # another process may have found it
         objective.ranks.tell([-1, known] + [0] * (len(names) - 1))
-    if known:
-        notes.append(f"The study {study!r} was resumed: it had {known} finished trials of {wanted}.")
+    return [f"The study {study!r} was resumed: it had {known} finished trials of {wanted}."] if known else []
 
 
 def _lead(objective: Objective, assignments: Sequence[Assignment], what: str) -> list[float]:
@@ -188,31 +178,24 @@ def _follow(objective: Objective) -> int:
 # ---- notes
 
 
-def _statistics_notes(rows: Sequence[Row], found: Mapping[str, BatchLayerNorm], calibrated: bool) -> list[str]:
-    """What to know about the population statistics."""
-    if not calibrated:
-        notes = [
+def _notes(rows: Sequence[Row], objective: Objective, found: Mapping[str, BatchLayerNorm]) -> list[str]:
+    """What to know about the population statistics and the losses, and how they were computed."""
+    evaluator, notes = objective.evaluator, []
+    gains = [(row.uncalibrated.loss - row.loss, row) for row in rows if row.uncalibrated is not None]
+    if gains:
+        _, row = max(gains, key=lambda gain: -math.inf if math.isnan(gain[0]) else gain[0])
+        assert row.uncalibrated is not None
+        notes.append(
+            f"Population statistics were recomputed under frozen weights; most is gained by {row.label}: loss "
+            f"{row.uncalibrated.loss:.4f} before, {row.loss:.4f} now. apply() puts them in place."
+        )
+    else:
+        notes.append(
             "Population statistics averaged while the weights still moved can ruin rows with T; "
             "calibrate=train_batches recomputes them under frozen weights."
-        ]
+        )
         if untrained := [name for name, layer in found.items() if not layer.population.updates.any()]:
             notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
-        return notes
-
-    def gain(pair: tuple[Row, Score]) -> float:
-        gained = pair[1].loss - pair[0].loss
-        return -math.inf if math.isnan(gained) else gained
-
-    row, before = max(((row, row.uncalibrated) for row in rows if row.uncalibrated is not None), key=gain)
-    return [
-        f"Population statistics were recomputed under frozen weights; most is gained by {row.label}: loss "
-        f"{before.loss:.4f} before, {row.loss:.4f} now. apply() puts them in place."
-    ]
-
-
-def _notes(rows: Sequence[Row], objective: Objective) -> list[str]:
-    """What to know about the losses, and how they were computed."""
-    evaluator, notes = objective.evaluator, []
     if useless := sum(math.isnan(row.loss) for row in rows):
         notes.append(f"{useless} configurations have a NaN loss and come last.")
     if evaluator.width is not None:
@@ -255,20 +238,16 @@ def _warn_of_leak(batches: Any, train: Any) -> None:
         )
 
 
-def _snapshots(layers: Sequence[BatchLayerNorm]) -> list[Snapshot]:
-    return [layer.population.snapshot() for layer in layers]
-
-
 @contextmanager
 def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
     """Put back modes, random state, configurations, statistics and every other buffer, whatever happens inside."""
-    populations = _snapshots(layers)
+    populations = models.snapshots(layers)
     ours = {id(b) for module in model.modules() if isinstance(module, Population) for b in module.buffers()}
     others = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in ours]
     with models.preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
         try:
             yield
         finally:
-            restore(layers, populations)
+            models.restore(layers, populations)
             for buffer, value in others:
                 buffer.copy_(value)

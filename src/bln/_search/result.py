@@ -1,4 +1,4 @@
-"""What a search found, for every framework: rows of scores, the choice among them, exports. Imports no torch."""
+"""What a search found, for every framework: scores, rows, the choice among them, exports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from .._frameworks import framework
 from .._install import install
 from ..config import StatisticsConfig
 from . import table
-from .score import Row, Score
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
@@ -28,6 +28,143 @@ DEPENDS_ON_BATCH = (
     "E_B or Std_B other than T makes a prediction depend on the other samples of its batch: such rows hold for batches "
     "composed like these."
 )
+_LOST, _GROWN, _ERRORS = 0.2, 0.5, 3
+"""A configuration collapses where it loses a fifth of its first metric or, without metrics, its loss grows by half, and
+that is three standard errors or more. IMDB sorted by label costs FFxx a third, from .77 to .50, which is chance."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss and metrics, means over samples, and their standard errors over mini-batches (NaN for one mini-batch)."""
+
+    loss: float
+    loss_error: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_error: dict[str, float] = field(default_factory=dict)
+
+
+def averages(
+    values: Sequence[Sequence[Sequence[float]]], samples: Sequence[int], metrics: Sequence[str]
+) -> list[Score]:
+    """The score of each configuration, from its loss and ``metrics`` on each mini-batch.
+
+    A mini-batch is weighted by its ``samples``, in the standard error too.
+
+    >>> averages([[[1.0]], [[3.0]]], [5, 5], [])
+    [Score(loss=2.0, loss_error=1.0, metrics={}, metrics_error={})]
+    """
+    total, count = sum(samples), len(samples)
+    weights = [number / total if total else math.nan for number in samples]
+
+    def mean(column: Sequence[float]) -> tuple[float, float]:
+        """The weighted mean and its standard error."""
+        mean = sum(weight * value for weight, value in zip(weights, column, strict=True))
+        squares = sum((weight * (value - mean)) ** 2 for weight, value in zip(weights, column, strict=True))
+        return mean, math.sqrt(squares * count / (count - 1)) if count > 1 else math.nan
+
+    found = []
+    for of_batches in zip(*values, strict=True):
+        (loss, *means), (error, *errors) = zip(*map(mean, zip(*of_batches, strict=True)), strict=True)
+        by_name = (dict(zip(metrics, numbers, strict=True)) for numbers in (means, errors))
+        found.append(Score(loss, error, *by_name))
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration and its scores.
+
+    Attributes:
+        config: The configuration of all layers, or of each by name.
+        score: Loss and metrics as the batches were given, with standard errors.
+        rebatched: The scores of the same samples in other mini-batches: ``shuffled``, ``sorted``, ``single``.
+        uncalibrated: The score with the population statistics as they were found, after a calibration.
+    """
+
+    config: StatisticsConfig | dict[str, StatisticsConfig]
+    score: Score
+    rebatched: dict[str, Score] = field(default_factory=dict)
+    uncalibrated: Score | None = None
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over samples."""
+        return self.score.loss
+
+    @property
+    def loss_error(self) -> float:
+        """The loss's standard error over mini-batches."""
+        return self.score.loss_error
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of each metric over samples."""
+        return self.score.metrics
+
+    @property
+    def metrics_error(self) -> dict[str, float]:
+        """The metrics' standard errors over mini-batches."""
+        return self.score.metrics_error
+
+    @property
+    def worst(self) -> Score:
+        """The score with the highest loss among all orders of samples, NaN being the highest."""
+        return max([self.score, *self.rebatched.values()], key=lambda score: nan_last(score.loss))
+
+    @property
+    def collapses(self) -> tuple[str, ...]:
+        """The orders of samples that ruin it."""
+        return tuple(name for name, score in self.rebatched.items() if _ruined(self.score, score))
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether layers have configurations of their own."""
+        return not isinstance(self.config, StatisticsConfig)
+
+    @property
+    def _configs(self) -> list[StatisticsConfig]:
+        return [self.config] if isinstance(self.config, StatisticsConfig) else list(self.config.values())
+
+    @property
+    def batch_dependence(self) -> float:
+        """How much batch statistics come from the mini-batch, on average over layers: from 0 under ``TT`` to 2."""
+        return sum(config.batch_dependence for config in self._configs) / len(self._configs)
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether a prediction depends on the other samples of its mini-batch."""
+        return self.batch_dependence > 0
+
+    @property
+    def label(self) -> str:
+        """``TTFF``, or each layer's configuration in order."""
+        return " ".join(map(str, self._configs))
+
+    def record(self) -> dict[str, Any]:
+        """The row as one flat dict."""
+        flat: dict[str, Any] = {"config": self.label}
+        if isinstance(self.config, dict):
+            flat |= {f"config[{name}]": str(config) for name, config in self.config.items()}
+        scores = {"": self.score, **{f"{name}_": score for name, score in self.rebatched.items()}}
+        if self.uncalibrated is not None:
+            scores["uncalibrated_"] = self.uncalibrated
+        for prefix, score in scores.items():
+            flat |= {f"{prefix}loss": score.loss, f"{prefix}loss_error": score.loss_error}
+            for name, value in score.metrics.items():
+                flat |= {f"{prefix}{name}": value, f"{prefix}{name}_error": score.metrics_error[name]}
+        if self.rebatched:
+            flat["collapses"] = " ".join(self.collapses)
+        flat["depends_on_batch"] = self.depends_on_batch
+        return flat
+
+
+def _ruined(given: Score, other: Score) -> bool:
+    if math.isnan(other.loss):
+        return True
+    lost, share, error = other.loss - given.loss, _GROWN * abs(given.loss), given.loss_error
+    for name, value in list(given.metrics.items())[:1]:
+        lost, share, error = value - other.metrics[name], _LOST * abs(value), given.metrics_error[name]
+    return lost > (share if math.isnan(error) else max(share, _ERRORS * error))
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,38 +198,37 @@ class SearchResult:
 
         A single mini-batch has no standard error, so its losses cannot justify a dependence on the batch.
         """
-        self._refuse_nan()
+        _ = self.lowest  # refuses a NaN
         return preferred(self.rows, self.robust)
 
     @property
     def lowest(self) -> Row:
         """The row with the lowest loss."""
-        self._refuse_nan()
+        if self.all_nan:
+            raise ValueError(
+                "every configuration has a NaN loss, so none is best. Is the model's output NaN in eval(), or the "
+                "data? If the population statistics are at fault, pass calibrate=train_batches"
+            )
         return self.rows[0]
 
     @property
     def why(self) -> str:
         """Why ``best`` is not ``lowest``; empty where it is."""
-        if self._all_nan or self.best is self.lowest:
+        if self.all_nan or self.best is self.lowest:
             return ""
-        error = _score(self.lowest, self.robust).loss_error
-        within = "loss says no more, having been taken on one mini-batch"
-        if not math.isnan(error):
-            number = sum(_within(row, self.lowest, self.robust) for row in self.rows)
-            within = f"{number} rows are within a standard error, {error:.4f}, of the lowest loss"
-        why = f"{within}, and of these it depends least on its batch."
-        return f"best (*) is {self.best.label}, not {self.lowest.label}: {why}"
+        error = ranking_score(self.lowest, self.robust).loss_error
+        within = (
+            f"{len(_within(self.rows, self.robust))} rows are within a standard error, {error:.4f}, of the lowest loss"
+        )
+        if math.isnan(error):
+            within = "loss says no more, having been taken on one mini-batch"
+        chosen = f"best (*) is {self.best.label}, not {self.lowest.label}"
+        return f"{chosen}: {within}, and of these it depends least on its batch."
 
     @property
-    def _all_nan(self) -> bool:
-        return math.isnan(_score(self.rows[0], self.robust).loss)
-
-    def _refuse_nan(self) -> None:
-        if self._all_nan:
-            raise ValueError(
-                "every configuration has a NaN loss, so none is best. Is the model's output NaN in eval(), or the "
-                "data? If the population statistics are at fault, pass calibrate=train_batches"
-            )
+    def all_nan(self) -> bool:
+        """Whether no configuration has a loss to rank it by."""
+        return math.isnan(ranking_score(self.rows[0], self.robust).loss)
 
     def apply(self, model: Any, which: Row | StatisticsConfig | str | Mapping[str, Any] | None = None) -> Row | None:
         """Give the model the best configuration, or another; after a calibration, its statistics too.
@@ -106,8 +242,7 @@ class SearchResult:
         """
         which = self.best if which is None else which
         row = which if isinstance(which, Row) else self._find(which)
-        tools = framework(model)
-        statistics = self.statistics or {}
+        tools, statistics = framework(model), self.statistics or {}
         found = tools.layers(model) if statistics else {}
         way_out = "apply to the model that was searched, or bln.configure(model, ...) and bln.calibrate it"
         if unknown := found.keys() - statistics.keys():
@@ -127,11 +262,8 @@ class SearchResult:
         return row
 
     def _find(self, which: StatisticsConfig | str | Mapping[str, Any]) -> Row | None:
-        wanted: Any
-        if isinstance(which, Mapping):
-            wanted = {name: StatisticsConfig.parse(config) for name, config in which.items()}
-        else:
-            wanted = StatisticsConfig.parse(which)
+        parse = StatisticsConfig.parse
+        wanted = {name: parse(c) for name, c in which.items()} if isinstance(which, Mapping) else parse(which)
         return next((row for row in self.rows if row.config == wanted), None)
 
     def __iter__(self) -> Iterator[Row]:
@@ -185,38 +317,43 @@ class SearchResult:
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """CSV, also written to ``path`` if given."""
-        records = self.records()
-        buffer = io.StringIO()
-        columns = list(dict.fromkeys(key for record in records for key in record))
-        writer = csv.DictWriter(buffer, columns, lineterminator="\n")
+        records, buffer = self.records(), io.StringIO()
+        writer = csv.DictWriter(buffer, list(dict.fromkeys(chain(*records))), lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
         return _write(buffer.getvalue(), path)
+
+
+def nan_last(cost: float) -> tuple[bool, float]:
+    """A key that sorts NaN after all numbers."""
+    return math.isnan(cost), cost
 
 
 def ranked(rows: Sequence[Row], robust: bool) -> tuple[Row, ...]:
     """Sort rows by loss, then by the first metric, of the worst order of samples if ``robust``; NaN last."""
 
     def key(row: Row) -> tuple[bool, float, float]:
-        score = _score(row, robust)
+        score = ranking_score(row, robust)
         metric = next(iter(score.metrics.values()), 0.0)
-        return math.isnan(score.loss), score.loss, math.inf if math.isnan(metric) else -metric
+        return *nan_last(score.loss), math.inf if math.isnan(metric) else -metric
 
     return tuple(sorted(rows, key=key))
 
 
 def preferred(rows: Sequence[Row], robust: bool) -> Row:
-    """Choose, among rows within a standard error of the lowest loss, the one that depends least on its batch."""
-    return min((row for row in rows if _within(row, rows[0], robust)), key=lambda row: row.batch_dependence)
+    """Choose, among ranked rows within a standard error of the lowest loss, the one that depends least on its batch."""
+    return min(_within(rows, robust), key=lambda row: row.batch_dependence)
 
 
-def _within(row: Row, lowest: Row, robust: bool) -> bool:
-    """Whether a loss is within a standard error of the lowest, or that error is unknown."""
-    score, least = _score(row, robust), _score(lowest, robust)
-    return row is lowest or score.loss <= least.loss + (math.inf if math.isnan(least.loss_error) else least.loss_error)
+def _within(rows: Sequence[Row], robust: bool) -> list[Row]:
+    """The rows whose loss is within a standard error of the first, or all with a loss where that is unknown."""
+    lowest = ranking_score(rows[0], robust)
+    most = lowest.loss + (math.inf if math.isnan(lowest.loss_error) else lowest.loss_error)
+    return [rows[0], *(row for row in rows[1:] if ranking_score(row, robust).loss <= most)]
 
 
-def _score(row: Row, robust: bool) -> Score:
+def ranking_score(row: Row, robust: bool) -> Score:
+    """The score that a row is ranked by."""
     return row.worst if robust else row.score
 
 

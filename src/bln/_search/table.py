@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import StatisticsConfig
 
 if TYPE_CHECKING:
-    from .result import SearchResult
-    from .score import Row, Score
+    from .result import Row, Score, SearchResult
 
 _SHOWN = 3
 """Combinations of layers in the table; all of them are in the exports."""
@@ -47,7 +46,7 @@ def _layout(result: SearchResult) -> tuple[list[_Table], list[str]]:
     metrics = list(result.rows[0].metrics)
     orders = next((list(row.rebatched) for row in result.rows if row.rebatched), [])
     calibrated = any(row.uncalibrated for row in result.rows)
-    chosen = None if math.isnan(result.rows[0].loss) else result.best
+    chosen = None if result.all_nan else result.best
 
     def cells(rank: int, row: Row) -> list[str]:
         label = "per layer" if row.per_layer and len(row.label) > 24 else row.label

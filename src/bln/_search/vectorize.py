@@ -17,29 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import formula, functional
-from .._activation import check_residual, finish
-from .._backends import coefficients, operators
-from .._masks import count
-from .._models import padding
 from ..config import StatisticsConfig
 from ..formula import Priors
 from ..layer import BatchLayerNorm
-from .descend import Assignment
+from .per_layer import Assignment
 from .rebatch import count_samples, holds_samples
 
 
 @contextmanager
-def assigned(layers: Sequence[BatchLayerNorm], assignment: Assignment) -> Iterator[None]:
-    """Run the layers with these configurations."""
+def assigned(layers: Sequence[BatchLayerNorm], configs: Sequence[Any]) -> Iterator[None]:
+    """Run the layers with these configurations, or with stacked ones."""
     before = [layer.config for layer in layers]
     try:
-        for layer, config in zip(layers, assignment, strict=True):
-            layer.config = config
+        for layer, config in zip(layers, configs, strict=True):
+            layer._config = config
         yield
     finally:
         for layer, config in zip(layers, before, strict=True):
-            layer.config = config
+            layer._config = config
 
 
 def differing(assignments: Sequence[Assignment]) -> list[int]:
@@ -55,24 +50,25 @@ def together(
         with assigned(layers, assignments[0]):
             return [function()]
     changing = differing(assignments)
-    tables = [
-        _priors(tuple(assignment[at] for assignment in assignments), layers[at].population.batch_mean.device)
-        for at in changing
-    ]
+    device = layers[0].population.batch_mean.device
+    tables = [_priors(tuple(assignment[at] for assignment in assignments), device) for at in changing]
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
     def run(*rows: Tensor) -> Any:
-        forwards: dict[nn.Module, Callable[..., Any]] = {
-            layers[at]: partial(_forward, layers[at], Priors(*row.unbind()))
-            for at, row in zip(changing, rows, strict=True)
-        }
-        recurrent = (module for module in model.modules() if isinstance(module, nn.RNNBase))
-        forwards |= {module: partial(_recur, module.forward, 0 if module.batch_first else 1) for module in recurrent}
-        with _replaced(forwards):
+        configs: list[Any] = list(assignments[0])
+        for at, row in zip(changing, rows, strict=True):
+            configs[at] = _Stacked(*row.unbind())
+        with assigned(layers, configs), _folding(recurrent):
             return function()
 
-    with assigned(layers, assignments[0]):
-        stacked = _vectorized(run, tables)
+    stacked = _vectorized(run, tables)
     return [pytree.tree_map_only(Tensor, itemgetter(at), stacked) for at in range(len(assignments))]
+
+
+class _Stacked(Priors):
+    """The configurations of all copies: prior strengths in tensors, by which ``formula.choose`` selects."""
+
+    uses_batch = uses_features = True
 
 
 def one_at_a_time(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -109,57 +105,6 @@ def _vectorized(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     return pytree.tree_unflatten([next(stacked) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-@contextmanager
-def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give these modules another ``forward``."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            module.forward = forward
-        yield
-    finally:
-        for module, own in before.items():
-            module.__dict__.pop("forward", None)
-            if own is not None:
-                module.__dict__["forward"] = own
-
-
-# ---- a BLN layer whose configuration is a tensor
-
-
-def _forward(
-    layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    normalize = partial(_normalize, layer, priors, residual=residual)
-    if mask is None and padding.known():
-        return padding.normalize(layer, x, normalize)
-    return normalize(x, mask)
-
-
-def _normalize(
-    layer: BatchLayerNorm, priors: Priors, x: Tensor, mask: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    """The layer's inference (eqs 18-25)."""
-    spec, channel_dim = layer.spec, functional.check(x, mask, layer.channel_dim)
-    check_residual(residual, x)
-    dtype = torch.promote_types(torch.promote_types(x.dtype, torch.float32), layer.population.batch_mean.dtype)
-    gamma, beta = (None if p is None else p.to(dtype) for p in (layer.weight, layer.bias))
-    rows = x.to(dtype).movedim(channel_dim, -1)
-    if mask is not None:
-        rows = torch.where(mask[..., None], rows, 0)
-    m, _ = count(rows.shape[:-1], mask, spec.per_position)
-    population = layer.population.statistics(tuple(rows.shape[1:-1]) if spec.per_position else (), m)
-    s = formula.choose(priors, operators.current(rows, mask, spec), population, torch.where)
-    if spec.coefficients:
-        y = coefficients.apply(rows, s, gamma, beta, mask, rows.dim() - 1, spec)
-    else:
-        y = formula.transform(rows, s, gamma, beta, spec=spec, xp=torch)
-        y = y if mask is None else torch.where(mask[..., None], y, 0)
-    y = y.movedim(-1, channel_dim).to(x.dtype)
-    y = y.contiguous() if x.is_contiguous() else y
-    return finish(y, residual, mask, channel_dim, layer.activation)
-
-
 @lru_cache(256)  # else a device waits for the copy each time
 def _priors(configs: tuple[StatisticsConfig, ...], device: torch.device) -> Tensor:
     """The prior strengths of each copy, ``(copies, 4)``."""
@@ -167,6 +112,20 @@ def _priors(configs: tuple[StatisticsConfig, ...], device: torch.device) -> Tens
 
 
 # ---- a rule for torch.vmap that recurrent modules lack
+
+
+@contextmanager
+def _folding(modules: Sequence[nn.RNNBase]) -> Iterator[None]:
+    """Give recurrent modules a ``forward`` with the rule."""
+    before = [(vars(module), vars(module).copy()) for module in modules]
+    try:
+        for module in modules:
+            module.forward = partial(_recur, module.forward, 0 if module.batch_first else 1)
+        yield
+    finally:
+        for attributes, kept in before:
+            attributes.pop("forward")
+            attributes |= kept
 
 
 def _recur(forward: Callable[..., Any], samples: int, x: Any, hx: Any = None) -> Any:

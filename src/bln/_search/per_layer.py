@@ -1,4 +1,4 @@
-"""A configuration for each layer, by Optuna: resumable, and shared by any number of processes."""
+"""A configuration for each layer: by coordinate descent, or by an Optuna study that can be resumed and shared."""
 
 from __future__ import annotations
 
@@ -6,14 +6,45 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 from .._install import install
 from .._progress import track
 from ..config import StatisticsConfig
-from .descend import Assignment, Costs, nan_last
+from .result import nan_last
+
+Assignment = tuple[StatisticsConfig, ...]
+"""One configuration for each BLN layer, in the order of ``bln.layers``."""
+Costs = Callable[[Sequence[Assignment], str], list[float]]
+"""The costs of assignments, lower is better, NaN the worst; the text describes the step for a progress bar."""
+
+_ROUNDING = 1e-6
+"""An improvement by less than this share of the cost is rounding: float32 sums in another order differ by less."""
+
+
+def descend(start: Assignment, names: Sequence[str], configs: Sequence[StatisticsConfig], costs: Costs) -> Assignment:
+    """Change one layer at a time to its best configuration until no change of a single layer improves.
+
+    Only a lower cost is accepted, so the cost never rises and the descent ends.
+    """
+    best, unchanged, at = start, 0, 0
+    while unchanged < len(names):
+        candidates = [(*best[:at], config, *best[at + 1 :]) for config in configs]
+        found = costs(candidates, names[at])
+        now = found[candidates.index(best)]
+        lowest = min(found, key=nan_last)
+        if lowest < now - _ROUNDING * abs(now) or (math.isnan(now) and not math.isnan(lowest)):
+            best = candidates[found.index(lowest)]
+            unchanged = 0
+        unchanged += 1  # the layer just changed is at its best
+        at = (at + 1) % len(names)
+    return best
+
+
+# ---- by Optuna
 
 _LARGEST_GRID = 4
 """Layers. Optuna writes the whole grid down first."""
@@ -38,7 +69,10 @@ def explore(
     The shared configurations are added as finished trials: they cost nothing more, the sampler learns from them, and
     the best of the study is never worse than they are.
     """
-    optuna = _optuna()
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError(f"sampler= takes Optuna, which is not installed: {install('search')}") from error
     choices = [str(config) for config in configs]
     with _quiet(optuna), _opened(optuna, storage) as opened:
         ours = optuna.create_study(
@@ -70,14 +104,6 @@ def explore(
                 ours.optimize(objective, callbacks=[count])
         best = ours.best_trial.params
     return tuple(StatisticsConfig.parse(best[name]) for name in names), found
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError(f"sampler= takes Optuna, which is not installed: {install('search')}") from error
-    return optuna
 
 
 @contextmanager
@@ -128,19 +154,17 @@ def _sampler(optuna: Any, sampler: Any, names: Sequence[str], choices: Sequence[
     samplers = optuna.samplers
     if isinstance(sampler, samplers.BaseSampler):
         return sampler
+    if sampler == "grid" and len(names) > _LARGEST_GRID:
+        raise ValueError(f"a grid over {len(names)} layers has {len(choices)}^{len(names)} points; take sampler='tpe'")
+    known = {
+        "tpe": samplers.TPESampler,
+        "random": samplers.RandomSampler,
+        "grid": partial(samplers.GridSampler, dict.fromkeys(names, choices)),
+    }
+    if not (isinstance(sampler, str) and sampler in known):
+        raise ValueError(f"sampler must be 'tpe', 'random', 'grid' or an Optuna sampler, got {sampler!r}")
     # A study that is resumed or shared must not get the same draws again.
-    seed = 0 if storage is None else None
-    if sampler == "tpe":
-        return samplers.TPESampler(seed=seed)
-    if sampler == "random":
-        return samplers.RandomSampler(seed=seed)
-    if sampler == "grid":
-        if len(names) > _LARGEST_GRID:
-            raise ValueError(
-                f"a grid over {len(names)} layers has {len(choices)}^{len(names)} points; take sampler='tpe'"
-            )
-        return samplers.GridSampler(dict.fromkeys(names, choices), seed=seed)
-    raise ValueError(f"sampler must be 'tpe', 'random', 'grid' or an Optuna sampler, got {sampler!r}")
+    return known[sampler](seed=0 if storage is None else None)
 
 
 def _claim(study: Any, names: Sequence[str], cost: float) -> None:

@@ -1,8 +1,13 @@
-"""Formulas become SVG when the site is built: readers need no script, no font and no network for them."""
+"""What is done when the site is built.
+
+Formulas become SVG: readers need no script, no font and no network for them. Numbers stay on a line with their
+intervals.
+"""
 
 from __future__ import annotations
 
 import html
+import re
 from typing import Any
 
 import ziamath
@@ -18,3 +23,14 @@ def on_config(config: Any) -> Any:
 def _draw(source: str, *_: Any, **__: Any) -> str:
     drawn = ziamath.Latex(source.strip(), size=19, color="currentColor").svg()
     return f'<div class="math" role="img" aria-label="{html.escape(source.strip())}">{drawn}</div>'
+
+
+_CODE = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
+_TOGETHER = re.compile(r"[\d.] ± [\d.]+|[\d.] \[\S?[\d.]+, \S?[\d.]+\]|\d %|\bk = \d")
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Return the page with no line break inside of a number and its interval."""
+    parts = _CODE.split(content)
+    parts[::2] = [_TOGETHER.sub(lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), part) for part in parts[::2]]
+    return "".join(parts)

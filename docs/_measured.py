@@ -17,7 +17,7 @@ from typing import Any
 
 from bln.experiments import table as runs_table
 from bln.experiments.report import page, shift, sizes
-from bln.experiments.report.claims import CLAIMS, Verdict, judge, overall
+from bln.experiments.report.claims import CLAIMS, Part, Verdict, judge, overall
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, ended
 from bln.experiments.report.overview import chosen
 from bln.experiments.report.statistics import mean_interval, number, paired_interval
@@ -238,17 +238,21 @@ def _summary(results: Path) -> Summary:
 
 
 def verdicts(results: Path) -> str:
-    """Return the verdict on each of the paper's claims, and on its parts."""
+    """Return the verdict on each of the paper's claims under each protocol, with those on its parts."""
     summary = _summary(results)
-    rows = []
-    for protocol in summary.protocols("cnn", "rnn"):
-        parts = judge(summary, protocol)
-        for claim, text in CLAIMS.items():
-            own = [part for part in parts if part.claim == claim]
-            counts = Counter(part.verdict for part in own)
-            words = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
-            rows.append([f"`{protocol}`", f"{claim}. {text}", f"**{overall(own)}**", words])
-    return table(["protocol", "claim", "verdict", "of its parts"], rows)
+    protocols = summary.protocols("cnn", "rnn")
+    parts = {protocol: judge(summary, protocol) for protocol in protocols}
+
+    def cell(own: Sequence[Part]) -> str:
+        counts = Counter(part.verdict for part in own)
+        words = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
+        return f"**{overall(own)}**: {words}"
+
+    rows = [
+        [f"{claim}. {text}", *(cell([part for part in parts[name] if part.claim == claim]) for name in protocols)]
+        for claim, text in CLAIMS.items()
+    ]
+    return table(["claim", *(f"under `{protocol}`" for protocol in protocols)], rows)
 
 
 def gallery(results: Path) -> str:

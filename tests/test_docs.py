@@ -196,6 +196,15 @@ def test_the_chart_of_a_cpu_shows_its_table(measured):
 GPU_RATIOS = {"bn": 1.0, "bln grouped": 1.1, "bln published": 2.2, "gn": 1.3, "bln fused": 1.05}
 
 
+def test_a_number_and_its_interval_stay_on_a_line_of_the_site():
+    keep = module("_hooks").on_page_content
+    assert keep("<td>+0.8 [\N{MINUS SIGN}3.2, +4.9] points</td>") == (
+        "<td>+0.8\N{NO-BREAK SPACE}[\N{MINUS SIGN}3.2,\N{NO-BREAK SPACE}+4.9] points</td>"
+    )
+    assert keep("<p>0.87 ± 0.01, 95 % of</p>").count("\N{NO-BREAK SPACE}") == 3
+    assert keep("<pre>x = 3 [1, 2]</pre>") == "<pre>x = 3 [1, 2]</pre>"
+
+
 def gpu_results(folder, ratios=GPU_RATIOS):
     """The committed results, with made-up rows of a GPU."""
     results = shutil.copytree(ROOT / "docs" / "results", folder / "results")

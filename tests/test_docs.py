@@ -196,6 +196,7 @@ def test_the_chart_of_a_cpu_shows_its_table(measured):
 GPU_RATIOS = {"bn": 1.0, "bln grouped": 1.1, "bln published": 2.2, "gn": 1.3, "bln fused": 1.05}
 
 
+@pytest.mark.filterwarnings("ignore:path is deprecated")  # by the library that draws formulas
 def test_a_number_and_its_interval_stay_on_a_line_of_the_site():
     keep = module("_hooks").on_page_content
     assert keep("<td>+0.8 [\N{MINUS SIGN}3.2, +4.9] points</td>") == (

@@ -547,7 +547,7 @@ def test_a_gradient_of_the_residual_may_be_wanted_or_not(gradient_of_residual_fi
         assert (r.grad is not None) is wanted
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
 @pytest.mark.parametrize("residual_kind", ["none", "same", "strided", "double", "expanded"])
 def test_second_derivatives(activation, residual_kind):
     (x, gamma, beta, residual, _), spec = activated_case((4, 6, 7), torch.float32, False, residual_kind != "none")
@@ -569,6 +569,15 @@ def test_second_derivatives(activation, residual_kind):
     same_gradients(
         *found, [f"{order} {name}" for order in (1, 2) for name in ["x", "gamma", "beta", "residual"][: len(inputs)]]
     )
+
+
+def test_relu_holds_no_residual_for_backward():
+    (x, gamma, beta, residual, _), spec = activated_case((4, 6, 7), torch.float32, False, True)
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+        y = kernels.train(x.requires_grad_(), gamma, beta, None, 1, spec, None, residual, "relu")[0]
+    assert y.data_ptr() in held
+    assert residual.data_ptr() not in held
 
 
 def lay(residual, kind):

@@ -479,13 +479,17 @@ def after_shares(shares, N, C, groups):
 
 @triton.jit
 def incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION: tl.constexpr):
-    """``x`` and the gradient before the nonlinearity."""
+    """``x`` and the gradient before the nonlinearity.
+
+    With ReLU, the output stands in place of the residual.
+    """
     v = tl.load(x + sample + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(dy + sample + at, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION is not None:
         z = a * v + b
         if residual is not None:
-            z += tl.load(residual + sample + at, mask=inside, other=0.0).to(tl.float32)
+            added = tl.load(residual + sample + at, mask=inside, other=0.0).to(tl.float32)
+            z = added if ACTIVATION == "relu" else z + added
         g = g * slope(z, ACTIVATION)
     return v, g
 

@@ -123,8 +123,10 @@ class _Train(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         y, found = call.plan.train(stream_of(call.device), x, gamma, beta, residual, mask, update, call.spec)
         ctx.call, ctx.mask = call, mask
-        wanted = residual if call.plan.fuses and call.activation is not None else None
-        ctx.save_for_backward(x, gamma, beta, wanted, *found)
+        added = residual if call.plan.fuses and call.activation is not None else None
+        if added is not None and call.activation == "relu":
+            added = y  # its sign is all that backward asks of the residual, and the next layer holds it anyway
+        ctx.save_for_backward(x, gamma, beta, added, *found)
         if kept is not None:
             kept.append(found)
         return y
@@ -136,6 +138,8 @@ class _Train(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3]
         activation = call.activation if call.plan.fuses else None
         if torch.is_grad_enabled():
+            if activation == "relu" and residual is not None:  # the output
+                dy, residual, activation = torch.where(residual > 0, dy, 0), None, None
             if wanted and residual is None:
                 residual = torch.zeros_like(x, requires_grad=True)  # it is added: its value does not matter
             ctx.rest = ctx.mask, call.channel_dim, call.spec, activation

@@ -13,7 +13,7 @@ from bln.experiments.report.style import INK, Plot, look, styled
 
 COLOURS = {
     "GroupNorm": look("gn").colour, "LayerNorm": look("ln").colour, "BLN grouped": look("bln-grouped").colour,
-    "BLN grouped, fused": look("bln-g4").colour, "BLN pooled": look("bln-pooled").colour,
+    "BLN grouped, fused": look("bln-gC").colour, "BLN pooled": look("bln-pooled").colour,
     "BLN as published": look("bln").colour,
 }  # fmt: skip
 
@@ -56,8 +56,7 @@ def _bars(name: str, net: str, labels: Sequence[str], ratios: Mapping[str, Seque
         axes.axvline(1, color=INK, linewidth=1)
         axes.set_yticks(range(len(labels)), labels)
         axes.set(xlabel="time of a training step, BatchNorm = 1")
-        axes.margins(y=0.02)
-        axes.invert_yaxis()
+        axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside lower center", ncols=2)
     alt = f"Bars: a training step of {net} with {' and '.join(ratios)}, as a multiple of BatchNorm's."

@@ -96,27 +96,20 @@ def _stands(stands: Sequence[sizes.Standing]) -> str:
 
 def _cost(results: Path) -> str:
     cpu = _range(_ratios(results / "benchmarks" / "resnet18_cpu.csv", "BLN grouped"))
-    frozen = "Frozen for inference, the layer costs nothing."
+    on_cpu, frozen = f"ResNet-18 on a CPU takes {cpu} times", "Frozen for inference, the layer costs nothing."
     steps = {at: step for at, step in gpu_steps(results).items() if at[1:3] == MAIN}
-    modes = _listed(list(dict.fromkeys(MODES.get(at[3], at[3]) for at in steps)))
 
-    def takes(norm: str) -> str:
-        ratios: dict[str, list[float]] = {}
-        for at, step in steps.items():
-            if norm in step:
-                ratios.setdefault(at[0], []).append(float(step[norm]["ratio"]))
-        return _listed([f"{_range(own)} at batch {batch}" for batch, own in ratios.items()])
+    def takes(norm: str, mode: str) -> str:
+        found = {at[0]: step[norm]["ratio"] for at, step in steps.items() if at[3] == mode and norm in step}
+        return _listed([f"{float(ratio):.2f} at batch {batch}" for batch, ratio in found.items()])
 
-    if not (grouped := takes("bln grouped")):
-        return (
-            f"A training step of ResNet-18 on a CPU takes {cpu} times BatchNorm's; ResNet-50 on a GPU is not measured "
-            f"yet. {frozen}"
-        )
-    fused = takes("bln fused")
-    fused = f" With ReLU and shortcut in the layer it is {fused}." if fused else ""
+    if not (grouped := takes("bln grouped", "eager")):
+        return f"A training step of {on_cpu} BatchNorm's; ResNet-50 on a GPU is not measured yet. {frozen}"
+    ways = {"with ReLU and shortcut in the layer": ("bln fused", "eager"), "compiled": ("bln grouped", "compiled")}
+    more = [f"{way}, {own}" for way, which in ways.items() if (own := takes(*which))]
     return (
-        f"A training step of ResNet-50 on a GPU ({modes}) over BatchNorm's: {grouped}.{fused} On a CPU, of ResNet-18: "
-        f"{cpu}. {frozen}"
+        "In multiples of BatchNorm's time, an eager training step of ResNet-50 on a GPU takes "
+        f"{'; '.join([grouped, *more])}. {on_cpu}. {frozen}"
     )
 
 

@@ -14,11 +14,10 @@ if TYPE_CHECKING:  # for type checkers; what _HOME says, a test compares them
     from ._models.adapt import Adaptation, adapt
     from ._models.affine import Affine
     from ._models.calibrate import average_statistics, calibrate, configure, layers, reset_statistics
-    from ._models.convert import convert
+    from ._models.convert import convert, load_pretrained
     from ._models.freeze import FreezeReport, freeze
     from ._models.insert import insert
     from ._models.padding import padding
-    from ._models.pretrained import load_pretrained
     from ._search.rank import search
     from ._search.result import SearchResult
     from ._transfer import transfer
@@ -61,13 +60,12 @@ _HOME = {
     "_transfer": ["transfer"],
     "_models.affine": ["Affine"],
     "config": ["StatisticsConfig"],
-    "_models.convert": ["convert"],
+    "_models.convert": ["convert", "load_pretrained"],
     "formula": ["Statistics"],
     "_models.freeze": ["FreezeReport", "freeze"],
     "_models.insert": ["insert"],
     "layer": ["BatchLayerNorm"],
     "_models.calibrate": ["average_statistics", "calibrate", "configure", "layers", "reset_statistics"],
-    "_models.pretrained": ["load_pretrained"],
 }
 """Where each name is defined. Modules are imported when something of them is asked for: most take torch, which users of
 ``bln.keras`` and ``bln.flax`` need not have."""

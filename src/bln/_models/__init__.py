@@ -1,10 +1,9 @@
 """Operations on whole torch models.
 
 calibrate   Finds, configures, resets and calibrates the BLN layers.
-convert     Replaces other norms by BLN.
+convert     Replaces other norms by BLN; loads converted models of Hugging Face.
 norms       Finds the BLN layer that computes the same as a norm.
 check       Shows what convert would do, and its cost.
-pretrained  Loads converted models of Hugging Face.
 insert      Adds BLN after each nonlinearity.
 adapt       Fits a pretrained BatchNorm net to the data of each request.
 freeze      Folds layers for deployment.

@@ -32,7 +32,7 @@ class Adaptation:
         notes: Norms that were left as they are, and why.
     """
 
-    def __init__(self, model: nn.Module, memory: int | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         found, self.notes = replacements(model, groups=1, batch_norms=True)
         if model in found:
             raise ValueError(
@@ -42,22 +42,9 @@ class Adaptation:
         self._model = model
         models.swap(model, found)
         self._norms = {new: old for old, new in found.items()}
-        self.prior = POPULATION
-        self.agreement: dict[float, float] = {}
+        self.prior, self.agreement = POPULATION, dict[float, float]()
         self.layers = {name: layer for name, layer in models.layers(model).items() if _takes_batch_statistics(layer)}
         self._before = {layer: (layer.config, layer.memory) for layer in self.layers.values()}
-        try:
-            if not self.layers:
-                raise ValueError(
-                    f"{type(model).__name__} has no norm with batch statistics, so there is nothing to adapt: those of "
-                    "GroupNorm, LayerNorm and InstanceNorm are each sample's own. Without training such a net cannot "
-                    "be fitted to other data" + "".join(f"\n  {note}" for note in self.notes)
-                )
-            for layer in self.layers.values():
-                layer.memory = memory
-        except BaseException:
-            self.undo()
-            raise
 
     def set_prior(self, prior: float) -> None:
         """Give all layers this prior strength for batch statistics; feature statistics stay as configured."""
@@ -81,28 +68,34 @@ class Adaptation:
         models.swap(self._model, self._norms)
         self._before, self._norms, self.layers = {}, {}, {}
 
+    def _remembered(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{part}": buffer
+            for name, layer in self.layers.items()
+            for part, buffer in (layer.memory.named_buffers() if layer.memory is not None else ())
+        }
+
     def state_dict(self) -> dict[str, Tensor]:
         """The memory of recent requests, which the model's own state dict does not hold."""
-        remembering = {name: layer.memory for name, layer in self.layers.items() if layer.memory is not None}
-        return {f"{name}.{part}": t.clone() for name, m in remembering.items() for part, t in m.named_buffers()}
+        return {name: buffer.clone() for name, buffer in self._remembered().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the memory of a net with the same layers."""
-        own = self.state_dict()
+        own = self._remembered()
         if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
             raise ValueError(
                 f"expected the memory of {len(own)} tensors, {', '.join(list(own)[:3])} ..., got {len(state)}, "
                 f"{', '.join(list(state)[:3])} ..., or others of another shape; adapt the same net with memory= first"
             )
-        for name, layer in self.layers.items():
-            for part, buffer in layer.memory.named_buffers() if layer.memory is not None else ():
-                buffer.copy_(state[f"{name}.{part}"])
+        for name, buffer in own.items():
+            buffer.copy_(state[name])
 
     def __repr__(self) -> str:
-        agreement = ", ".join(f"{_named(prior)}: {share:.3f}" for prior, share in self.agreement.items())
+        named = {prior: "T" if prior == POPULATION else f"{prior:g}" for prior in (self.prior, *self.agreement)}
+        agreement = ", ".join(f"{named[prior]}: {share:.3f}" for prior, share in self.agreement.items())
         chosen = f", agreement={{{agreement}}}" if agreement else ""
-        return f"Adaptation(prior={_named(self.prior)}, {len(self.layers)} layers{chosen})"
+        return f"Adaptation(prior={named[self.prior]}, {len(self.layers)} layers{chosen})"
 
 
 def adapt(
@@ -159,8 +152,16 @@ def adapt(
                 "adapt got no batches to choose by; was the iterable used up before? Leave batches away "
                 "to set prior= as it is"
             )
-    adaptation = Adaptation(model, memory)
+    adaptation = Adaptation(model)
     try:
+        if not adaptation.layers:
+            raise ValueError(
+                f"{type(model).__name__} has no norm with batch statistics, so there is nothing to adapt: those of "
+                "GroupNorm, LayerNorm and InstanceNorm are each sample's own. Without training such a net cannot "
+                "be fitted to other data" + "".join(f"\n  {note}" for note in adaptation.notes)
+            )
+        for layer in adaptation.layers.values():
+            layer.memory = memory
         if batches is not None:
             adaptation.agreement = _agreement(adaptation, model, batches, step or models.run)
             prior = max(adaptation.agreement, key=lambda k: adaptation.agreement[k])
@@ -186,8 +187,7 @@ def _agreement(
     adaptation: Adaptation, model: nn.Module, batches: list[Any], step: Callable[[nn.Module, Any], Any]
 ) -> dict[float, float]:
     """For each candidate, how well its answers to single batches agree with those to all batches together."""
-    layers = adaptation.layers.values()
-    memories = {layer: layer.memory for layer in layers}
+    memories = {layer: layer.memory for layer in adaptation.layers.values()}
     samples = [count_samples(batch) for batch in batches]
 
     def answers() -> list[Tensor]:
@@ -195,7 +195,7 @@ def _agreement(
 
     with models.preserved(model), models.uncompiled():
         model.eval()
-        for layer in layers:
+        for layer in memories:
             layer.memory = sum(samples)
         adaptation.set_prior(CURRENT)
         for _ in range(_ROUNDS):
@@ -228,7 +228,3 @@ def _alike(answers: Tensor, joint: Tensor) -> float:
     if answers.dim() > 1 and answers.shape[1] > 1:
         return float((answers.argmax(1) == joint.argmax(1)).float().mean())
     return -float((answers - joint).square().mean())
-
-
-def _named(prior: float) -> str:
-    return "T" if prior == POPULATION else f"{prior:g}"

@@ -47,10 +47,8 @@ class Affine(nn.Module):
     ) -> None:
         super().__init__()
         if scale.shape != shift.shape or scale.dim() == 0:
-            raise ValueError(
-                f"scale and shift must have one shape, (C,) or that of a sample; got {tuple(scale.shape)} and "
-                f"{tuple(shift.shape)}"
-            )
+            shapes = f"{tuple(scale.shape)} and {tuple(shift.shape)}"
+            raise ValueError(f"scale and shift must have one shape, (C,) or that of a sample; got {shapes}")
         self.channel_dim = channel_dim
         self.activation = check_activation(activation)
         self.register_buffer("scale", scale)
@@ -71,7 +69,9 @@ class Affine(nn.Module):
         positions = list(shape[1:])
         features = positions.pop(channel_dim - 1)
         known = list(value.shape)
-        expected = known.pop(0 if len(known) == 1 else self._axis)
+        # The axis of features in a sample, which has no first dimension.
+        axis = self.channel_dim - (self.channel_dim > 0)
+        expected = known.pop(0 if len(known) == 1 else axis)
         if features != expected:
             raise ValueError(
                 f"expected {expected} features along dimension {channel_dim}, got {features} in an input of shape "
@@ -81,11 +81,6 @@ class Affine(nn.Module):
             return value.reshape(-1, *[1] * (len(shape) - 1 - channel_dim))
         first = window(tuple(positions), tuple(known))
         return value[(slice(None), *first) if channel_dim == 1 else first] if first else value
-
-    @property
-    def _axis(self) -> int:
-        """The axis of features in a sample."""
-        return self.channel_dim - 1 if self.channel_dim > 0 else self.channel_dim
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Affine:
         super()._apply(keep_precision(fn), recurse)  # type: ignore[no-untyped-call]

@@ -164,15 +164,15 @@ def restore(layers: Iterable[BatchLayerNorm], snapshots: Snapshots) -> None:
 def check_batches(batches: Any) -> None:
     """Refuse a tensor or a dataset, which iterate over samples, not over batches."""
     if isinstance(batches, Tensor):
-        raise TypeError(
-            f"expected an iterable of batches, got one tensor of shape {tuple(batches.shape)}, whose samples would be "
-            "taken for batches; pass [x], or x.split(25)"
-        )
-    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
-        raise TypeError(
-            f"expected an iterable of batches, got a dataset, {type(batches).__name__}, whose samples would be taken "
-            "for batches; pass torch.utils.data.DataLoader(dataset, batch_size=25)"
-        )
+        given, way_out = f"one tensor of shape {tuple(batches.shape)}", "[x], or x.split(25)"
+    elif isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        given = f"a dataset, {type(batches).__name__}"
+        way_out = "torch.utils.data.DataLoader(dataset, batch_size=25)"
+    else:
+        return
+    raise TypeError(
+        f"expected an iterable of batches, got {given}, whose samples would be taken for batches; pass {way_out}"
+    )
 
 
 def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:

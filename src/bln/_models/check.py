@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .convert import convert, replacements
+from .freeze import difference, floats
 
-_ROUNDS, _SECONDS, _FEWEST = 20, 20.0, 3
-"""Steps of each model that are timed; fewer where that takes longer than the seconds, but never below the fewest."""
+_ROUNDS = 10
+"""Steps of each model that are timed."""
 
 
 def load(place: str) -> nn.Module:
@@ -47,7 +47,7 @@ class Step:
 
     before: tuple[float, float, float]
     after: tuple[float, float, float]
-    rounds: int
+    rounds: int = _ROUNDS
 
     def __str__(self) -> str:
         def shown(times: tuple[float, float, float]) -> str:
@@ -103,59 +103,35 @@ def check(
     """
     model = model.to(device)
     found, notes = replacements(model, groups)
-    replaced = [
-        (name or "the model", type(module).__name__, " ".join(str(found[module]).split()))
-        for name, module in model.named_modules()
-        if module in found
-    ]
-    if input_shape is None:
-        return Check(replaced, notes)
-    if not replaced:
-        return Check(replaced, [*notes, "There is nothing to compare."])
+    norms = [(name or "the model", module) for name, module in model.named_modules() if module in found]
+    replaced = [(name, type(norm).__name__, " ".join(str(found[norm]).split())) for name, norm in norms]
+    if input_shape is None or not replaced:
+        return Check(replaced, notes + ["There is nothing to compare."] * (input_shape is not None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those are the notes
         models = copy.deepcopy(model), convert(copy.deepcopy(model), groups=groups)
     x = torch.randn(input_shape, device=device)
     try:
         with torch.no_grad():
-            pairs = zip(*(_floats(each.eval()(x)) for each in models), strict=True)
-            moved = max(((new - old).abs().max() / old.abs().max()).item() for old, new in pairs)
-        times = _time([each.train() for each in models], x)
+            moved = difference(*(each.eval()(x) for each in models))
+        return Check(replaced, notes, moved, _time([each.train() for each in models], x))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"the model cannot be run on random inputs of shape {tuple(input_shape)}: {error}") from error
-    before, after = map(_spread, times)
-    return Check(replaced, notes, moved, Step(before, after, len(times[0])))
 
 
-def _floats(outputs: Any) -> list[Tensor]:
-    """The floating point tensors of a model's outputs."""
-    outputs = dict(outputs) if hasattr(outputs, "keys") else outputs
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _time(models: list[nn.Module], x: Tensor) -> list[list[float]]:
-    """Time training steps of the models in turn, so that all meet the same disturbances."""
-    times: list[list[float]] = [[] for _ in models]
-    for model in models * 2:  # kernels are chosen and compiled, memory is allocated
-        _step(model, x)
-    begun = time.perf_counter()
-    for done in range(_ROUNDS):
-        if done >= _FEWEST and time.perf_counter() - begun > _SECONDS:
-            break
+def _time(models: list[nn.Module], x: Tensor) -> Step:
+    """Time training steps of two models in turn, so that both meet the same disturbances."""
+    times: list[list[float]] = [[], []]
+    for _ in range(2 + _ROUNDS):
         for model, found in zip(models, times, strict=True):
             started = time.perf_counter()
-            _step(model, x)
+            model.zero_grad(set_to_none=True)
+            torch.stack([y.square().mean() for y in floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
+            if x.device.type != "cpu":
+                torch.accelerator.synchronize(x.device)
             found.append(time.perf_counter() - started)
-    return times
-
-
-def _step(model: nn.Module, x: Tensor) -> None:
-    model.zero_grad(set_to_none=True)
-    torch.stack([y.float().square().mean() for y in _floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
-    if x.device.type != "cpu":
-        torch.accelerator.synchronize(x.device)
-
-
-def _spread(times: list[float]) -> tuple[float, float, float]:
-    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return median, low, high
+    # In the first two, kernels are chosen and compiled, memory is allocated.
+    (low, median, high), (low_after, median_after, high_after) = (
+        statistics.quantiles(found[2:], n=4, method="inclusive") for found in times
+    )
+    return Step((median, low, high), (median_after, low_after, high_after))

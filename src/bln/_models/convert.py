@@ -1,10 +1,10 @@
-"""Replace a model's norms by BLN layers."""
+"""Replace a model's norms by BLN layers; load a converted model of Hugging Face transformers."""
 
 from __future__ import annotations
 
 import warnings
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from .norms import NORMS, bln_layers, build, find_rule, looks_like_a_norm, quali
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def convert(
@@ -85,7 +87,7 @@ def convert(
         _leave_fast_path(module)
         if isinstance(module, BatchLayerNorm) and process_group is not None:
             module.process_group = process_group
-    padding.install(converted, lambda module: isinstance(module, BatchLayerNorm))
+    padding.install(converted)
     if notes:
         warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
     return converted
@@ -96,8 +98,7 @@ def replacements(
 ) -> tuple[dict[nn.Module, nn.Module], list[str]]:
     """Build the BLN layer for each norm of a model, or for its batch norms alone; add notes on what is left or lost."""
     found: dict[nn.Module, nn.Module] = {}
-    notes: list[str] = []
-    left: dict[str, list[str]] = {}
+    notes, left = list[str](), dict[str, list[str]]()
     like = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     for path, module in model.named_modules():
         if not looks_like_a_norm(module):
@@ -111,30 +112,22 @@ def replacements(
         rule = find_rule(module, groups)
         if isinstance(rule, str):
             left.setdefault(f"left as it is, {qualified(module)}: {rule}", []).append(name)
-            continue
-        if batch_norms and rule.kind != "batch":
-            continue
-        found[module] = build(module, rule, like)
-        if hooked(module):
-            notes.append(f"{name}: its hooks stay with the {type(module).__name__} that was there; register them anew")
-    for reason, names in left.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        notes.append(f"{', '.join(names[:3])}{more}: {reason}")
+        elif rule.kind == "batch" or not batch_norms:
+            found[module] = build(module, rule, like)
+            if hooked(module):
+                old = type(module).__name__
+                notes.append(f"{name}: its hooks stay with the {old} that was there; register them anew")
+    notes += [f"{padding.listed(names)}: {reason}" for reason, names in left.items()]
     if any(layer.channel_dim == -1 for new in found.values() for layer in bln_layers(new)):
-        notes += _samples_second(model)
+        # A transformer's layer asks its attention.
+        parts = ((name, part, getattr(part, "self_attn", part)) for name, part in model.named_modules())
+        notes += [
+            f"{name or 'the model'}: {type(part).__name__} has batch_first=False, but BLN takes the first dimension "
+            "for samples; build the model with batch_first=True"
+            for name, part, attention in parts
+            if getattr(attention, "batch_first", None) is False
+        ][:1]
     return found, notes
-
-
-def _samples_second(model: nn.Module) -> list[str]:
-    """A note on the first module whose inputs have samples in the second dimension."""
-    for name, module in model.named_modules():
-        attention = getattr(module, "self_attn", module)  # which a transformer's layer asks
-        if getattr(attention, "batch_first", None) is False:
-            return [
-                f"{name or 'the model'}: {type(module).__name__} has batch_first=False, but BLN takes the first "
-                "dimension for samples; build the model with batch_first=True"
-            ]
-    return []
 
 
 def _leave_fast_path(module: nn.Module) -> None:
@@ -145,3 +138,55 @@ def _leave_fast_path(module: nn.Module) -> None:
         isinstance(getattr(layer, "norm1", None), BatchLayerNorm) for layer in module.layers
     ):
         module.use_nested_tensor = False
+
+
+def load_pretrained(kind: type[M], *args: Any, groups: int = 8, **kwargs: Any) -> M:
+    """Load what a model converted by ``bln.convert`` saved with ``save_pretrained``.
+
+    ``kind.from_pretrained`` builds the model with its original norms and drops the statistics of BLN. This function
+    converts first and then loads, configurations included; missing, unexpected or mismatched keys are refused.
+
+    Args:
+        kind: The model's class, such as ``transformers.BertForSequenceClassification``.
+        *args: Passed on to ``from_pretrained``: first of all the folder, or the name on the hub.
+        groups: As it was given to ``bln.convert``.
+        **kwargs: Passed on likewise.
+
+    Returns:
+        The model, in ``eval()``. Set again what a state dict does not hold, such as another ``momentum``.
+
+    Examples:
+        Needs ``pip install ".[transformers]"``::
+
+            model = bln.convert(BertForSequenceClassification.from_pretrained(name))
+            ...                                            # train
+            model.save_pretrained("folder")
+            model = bln.load_pretrained(BertForSequenceClassification, "folder")
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module) and hasattr(kind, "from_pretrained")):
+        raise TypeError(
+            f"expected a model class with from_pretrained, such as transformers.BertForSequenceClassification, got "
+            f"{kind!r}; for one chosen by an Auto class, type(AutoModel.from_config(config)) is the class"
+        )
+
+    class Converted(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "bln.convert")  # the first conversion gave them
+                convert(self, groups=groups)
+
+    Converted.__name__, Converted.__module__ = kind.__name__, kind.__module__  # both are saved, and looked up
+    kwargs["ignore_mismatched_sizes"] = True  # they are refused below, with the ways out
+    model, info = Converted.from_pretrained(*args, **kwargs, output_loading_info=True)
+    wrong = {what: sorted(map(str, info[what])) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(wrong.values()):
+        shown = "; ".join(f"{len(keys)} {what}, first {keys[0]}" for what, keys in wrong.items() if keys)
+        raise ValueError(
+            f"this is no checkpoint of a {kind.__name__} as bln.convert makes it: {shown}. Ways out: (1) of a model "
+            f"with its own norms: bln.convert({kind.__name__}.from_pretrained(...)); (2) converted with other groups "
+            f"than {groups}: give groups=; (3) with other BLN layers: build the model as it was, then "
+            "load_state_dict(safetensors.torch.load_file(...))"
+        )
+    model.__class__ = kind
+    return model  # type: ignore[no-any-return]

@@ -15,7 +15,8 @@ from ..layer import BatchLayerNorm
 from ..population import STATISTICS
 from .affine import FixedMap
 from .calibrate import hooked, required_layers, swap, unwrapped
-from .neighbours import TRANSPOSED, Neighbour, Places, call, watch
+from .insert import call
+from .neighbours import TRANSPOSED, Neighbour, Places, watch
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,7 @@ def freeze(
     """
     found, wrapper, model = required_layers(model), model.eval(), unwrapped(model)
     calls, before = (None, None) if example is None else watch(model, example)
-    done = FreezeReport()
-    replacements: dict[nn.Module, nn.Module] = {}
-    folds: list[tuple[Neighbour, FixedMap]] = []
+    done, replacements, folds = FreezeReport(), dict[nn.Module, nn.Module](), list[tuple[Neighbour, FixedMap]]()
     with torch.inference_mode(False), torch.no_grad():
         places = Places(model, calls)
         for name, layer in found.items():
@@ -138,8 +137,8 @@ def _fold(neighbour: Neighbour, fixed: FixedMap) -> None:
     module: Any = neighbour.module
     weight, bias = module.weight, module.bias
     groups, transposed = getattr(module, "groups", 1), isinstance(module, TRANSPOSED)
-    scale, shift = fixed.flattened(module.in_features) if neighbour.flattened else fixed.uniform  # type: ignore
-    scale, shift = scale.to(weight.device), shift.to(weight.device)
+    values = fixed.flattened(module.in_features) if neighbour.flattened else fixed.uniform
+    scale, shift = values.to(weight.device)  # type: ignore[union-attr]
 
     # (groups, outputs, inputs, *kernel); a transposed convolution has inputs first
     taps = weight.double().reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
@@ -162,8 +161,13 @@ def _fold(neighbour: Neighbour, fixed: FixedMap) -> None:
 
 def difference(before: Any, after: Any) -> float:
     """The largest difference of two outputs, over the largest value."""
-    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
-    tensors = [(a.double(), b.double()) for a, b in pairs if isinstance(a, Tensor) and a.is_floating_point()]
-    largest = max((a.abs().max().item() for a, _ in tensors if a.numel()), default=0.0)
-    moved = max(((a - b).abs().max().item() for a, b in tensors if a.numel()), default=0.0)
+    pairs = zip(floats(before), floats(after), strict=True)
+    found = [(a.abs().max().item(), (a - b).abs().max().item()) for a, b in pairs if a.numel()]
+    largest, moved = map(max, zip(*found, strict=True)) if found else (0.0, 0.0)
     return moved / largest if largest else moved
+
+
+def floats(outputs: Any) -> list[Tensor]:
+    """The floating point tensors of a model's outputs, in float64."""
+    outputs = dict(outputs) if hasattr(outputs, "keys") else outputs
+    return [leaf.double() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

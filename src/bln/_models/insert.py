@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
@@ -72,17 +73,18 @@ def insert(
             "nonlinearity"
         ) from error
     traced = fx.GraphModule(model, graph)
-    _propagate_shapes(traced, example if isinstance(example, tuple) else (example,))
+    with preserved(traced), redirect_stderr(StringIO()):  # where it prints an error, too
+        call(ShapeProp(traced.eval()).propagate, example)
 
     names = {kind.__name__.lower() for kind in after}
     nonlinear = [node for node in traced.graph.nodes if _is_nonlinear(node, after, names)]
-    found = [node for node in nonlinear if not _has_layer(node)]
-    if nonlinear and not found:
-        raise ValueError(f"each nonlinearity of {type(model).__name__} has a BatchLayerNorm behind it already")
+    found = [node for node in nonlinear if not any(isinstance(called(user), BatchLayerNorm) for user in node.users)]
     if not found:
+        kind, wanted = type(model).__name__, ", ".join(kind.__name__ for kind in after)
         raise ValueError(
-            f"{type(model).__name__} has none of the nonlinearities {', '.join(kind.__name__ for kind in after)}; "
-            "pass after="
+            f"each nonlinearity of {kind} has a BatchLayerNorm behind it already"
+            if nonlinear
+            else f"{kind} has none of the nonlinearities {wanted}; pass after="
         )
     like = next(model.parameters(), torch.empty(0))
     for node in found:
@@ -95,7 +97,9 @@ def insert(
                 f"samples: 1, or -1 for features last; got {dim!r}"
             )
         layer = BatchLayerNorm(shape[dim], channel_dim=dim, **{"device": like.device, "dtype": like.dtype, **kwargs})
-        name = _unused_name(traced, f"{node.name}_bln")
+        name = f"{node.name}_bln"
+        while hasattr(traced, name):
+            name += "_again"
         traced.add_submodule(name, layer.train(model.training))
         with traced.graph.inserting_after(node):
             placed = traced.graph.call_module(name, (node,))
@@ -119,15 +123,19 @@ class Tracer(fx.Tracer):
         return isinstance(m, BatchLayerNorm) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _propagate_shapes(traced: fx.GraphModule, example: tuple[Any, ...]) -> None:
+def call(function: Callable[..., Any], example: Any) -> Any:
+    """Call a model, or what runs one, with an example: an input, a tuple of inputs or a dict of arguments."""
     try:
-        with preserved(traced), torch.no_grad(), redirect_stderr(StringIO()):  # where it prints the error, too
-            ShapeProp(traced.eval()).propagate(*example)
+        with torch.no_grad():
+            if isinstance(example, Mapping):
+                return function(**example)
+            return function(*example) if isinstance(example, tuple) else function(example)
     except Exception as error:
-        given = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in example)
+        given = example if isinstance(example, tuple) else (example,)
+        shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given)
         raise ValueError(
-            f"the example does not run through the model: {error.__cause__ or error}. It was {given}; pass an input, "
-            "or a tuple of inputs"
+            f"the example does not run through the model ({error.__cause__ or error}). It was {shapes}; pass an input, "
+            "a tuple of inputs or a dict of arguments"
         ) from error
 
 
@@ -150,11 +158,6 @@ def _is_nonlinear(node: fx.Node, after: tuple[type, ...], names: set[str]) -> bo
     return (function if module is None else type(module) in after) and len(node.meta["tensor_meta"].shape) >= 2
 
 
-def _has_layer(node: fx.Node) -> bool:
-    """Whether BLN follows a node."""
-    return any(isinstance(called(user), BatchLayerNorm) for user in node.users)
-
-
 def _refuse_in_place(node: fx.Node) -> None:
     """Refuse a nonlinearity in place whose input is used again: that use would bypass the layer."""
     source = node.all_input_nodes[0]
@@ -166,16 +169,12 @@ def _refuse_in_place(node: fx.Node) -> None:
         )
 
 
-def _unused_name(module: nn.Module, name: str) -> str:
-    return name if not hasattr(module, name) else _unused_name(module, name + "_again")
-
-
 def _find_channel_dim(node: fx.Node) -> int:
     """Find the dimension of features from the layer that made them, past operations that keep the layout."""
     shape = tuple(node.meta["tensor_meta"].shape)
     if len(shape) == 2:
         return -1
-    nonlinear = {kind.__name__.lower() for kind in NONLINEARITIES}
+    keeps = (*_KEEP_LAYOUT, *(kind.__name__.lower() for kind in NONLINEARITIES))
     waiting = list(node.all_input_nodes)
     for source in waiting:
         module, name = called(source), _name(source)
@@ -185,7 +184,7 @@ def _find_channel_dim(node: fx.Node) -> int:
             return -1
         if isinstance(module, BatchLayerNorm):
             return module.channel_dim
-        if name not in nonlinear and not any(part in name for part in _KEEP_LAYOUT):
+        if not any(part in name for part in keeps):
             break
         waiting += (source for source in source.all_input_nodes if source not in waiting)
     raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..layer import BatchLayerNorm
 from .affine import FixedMap
 from .calibrate import HOOKS, hooked
-from .insert import Tracer, called
+from .insert import Tracer, call, called
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -55,21 +55,18 @@ class Places:
         if self._used_again(layer):
             return "it is used more than once"
         (node,) = self.nodes[layer]
-        if len(node.args) > 2 or "residual" in node.kwargs:
-            return "it is called with a residual"
         if len(node.args) != 1 or node.kwargs:
-            return "it is called with a mask"
+            return f"it is called with a {'residual' if len(node.args) > 2 or 'residual' in node.kwargs else 'mask'}"
         reasons = []
         for side in ("before", "behind"):
             if side == "behind" and fixed.activation is not None:
                 reasons.append(f"what stands behind it takes its {fixed.activation}")
                 continue
-            neighbour = _neighbour(node, side)
-            if not isinstance(neighbour, str):
-                neighbour = self._refusal(neighbour, layer) or self._misfit(neighbour, fixed, layer) or neighbour
-            if not isinstance(neighbour, str):
-                return neighbour
-            reasons.append(neighbour)
+            found = _neighbour(node, side)
+            why = found if isinstance(found, str) else self._refusal(found, layer) or self._misfit(found, fixed, layer)
+            if not why:
+                return found
+            reasons.append(why)
         return "; ".join(reasons)
 
     def _used_again(self, module: nn.Module) -> bool:
@@ -80,24 +77,23 @@ class Places:
         """Why a module may not be changed, whatever the map."""
         module, flattened = neighbour.module, neighbour.flattened
         name = f"{self.names[module]} {neighbour.side} it"
-        if nn.utils.parametrize.is_parametrized(module):
-            return f"{name} is parametrized"
         allowed = (nn.Linear,) if flattened else (nn.Linear, *_CONVOLUTIONS, *TRANSPOSED)
-        if type(module) not in allowed or "forward" in vars(module):
-            return f"{name} is no linear layer or convolution" + (" that takes it flattened" if flattened else "")
-        if self._used_again(module):
-            return f"{name} is used more than once, or its weights are read elsewhere"
-        if hooked(module):
-            return f"{name} has hooks"
-        if len({self._hooked_around(part) for part in (layer, *neighbour.between, module)}) > 1:
-            return f"a module around it or {name} has hooks, which see what passes between"
+        around = {self._hooked_around(part) for part in (layer, *neighbour.between, module)}
         parameters = [p for p in module._parameters.values() if p is not None]
         own = type(module._parameters.get("weight")) is nn.Parameter
-        if not own or any(self.owners[id(p)] > 1 for p in parameters):
-            return f"{name} shares its weights, or they are not its own"
-        if any(not p.is_floating_point() or p.dtype.itemsize < 4 for p in parameters):
-            return f"{name} has less than float32 precision; freeze first, then move the model to a lower one"
-        return None
+        reasons = {
+            f"{name} is parametrized": nn.utils.parametrize.is_parametrized(module),
+            f"{name} is no linear layer or convolution" + " that takes it flattened" * flattened:
+                type(module) not in allowed or "forward" in vars(module),
+            f"{name} is used more than once, or its weights are read elsewhere": self._used_again(module),
+            f"{name} has hooks": hooked(module),
+            f"a module around it or {name} has hooks, which see what passes between": len(around) > 1,
+            f"{name} shares its weights, or they are not its own":
+                not own or any(self.owners[id(p)] > 1 for p in parameters),
+            f"{name} has less than float32 precision; freeze first, then move the model to a lower one":
+                any(not p.is_floating_point() or p.dtype.itemsize < 4 for p in parameters),
+        }  # fmt: skip
+        return next((why for why, refused in reasons.items() if refused), None)
 
     def _hooked_around(self, module: nn.Module) -> tuple[str, ...]:
         """The modules with hooks that contain this one."""
@@ -106,10 +102,11 @@ class Places:
 
     def _misfit(self, neighbour: Neighbour, fixed: FixedMap, layer: BatchLayerNorm) -> str | None:
         """Why this map cannot be folded into that module exactly."""
-        module, dim, rank = neighbour.module, fixed.channel_dim, fixed.rank
+        module: Any = neighbour.module
+        dim, rank = fixed.channel_dim, fixed.rank
         name = f"{self.names[module]} {neighbour.side} it"
         if neighbour.flattened:
-            fits = fixed.flattened(module.in_features) is not None  # type: ignore[arg-type]
+            fits = fixed.flattened(module.in_features) is not None
             return None if fits else f"its positions do not fill the inputs of {name}"
         if fixed.uniform is None:
             return "it differs from position to position"
@@ -118,10 +115,9 @@ class Places:
         if isinstance(module, nn.Linear):
             if rank is None and dim != -1:
                 return f"{name} works on the last dimension, features may stand elsewhere: pass example="
-            if rank is not None and dim % rank != rank - 1:
-                return f"{name} works on the last dimension, features stand elsewhere"
-            return None
-        dimensions = module.weight.dim()  # type: ignore[operator]
+            last = rank is None or dim % rank == rank - 1
+            return None if last else f"{name} works on the last dimension, features stand elsewhere"
+        dimensions = module.weight.dim()
         if rank not in (None, dimensions) or dim % dimensions != 1:
             return f"{name} works on dimension 1 of {dimensions}, features stand elsewhere"
         if neighbour.side == "behind" and fixed.uniform[1].any() and not _keeps_constants(module):
@@ -131,12 +127,10 @@ class Places:
 
 def _neighbour(node: fx.Node, side: str) -> Neighbour | str:
     """The module on one side, past those without an effect in eval, or why there is none to fold into."""
-    flattened = False
-    between: list[nn.Module] = []
+    flattened, between = False, list[nn.Module]()
     while True:
         if side == "before":
-            source = node.args[0]
-            if not isinstance(source, fx.Node):
+            if not isinstance(source := node.args[0], fx.Node):
                 return "no layer stands before it"
             if len(source.users) > 1:
                 return f"{source.name} before it is used elsewhere too"
@@ -159,8 +153,7 @@ def _neighbour(node: fx.Node, side: str) -> Neighbour | str:
             return f"{node.name} {side} it is no linear layer or convolution"
         elif type(module) not in _NOTHING_IN_EVAL or hooked(module):
             return Neighbour(side, module, tuple(between), flattened)
-        if module is not None:
-            between.append(module)
+        between += [] if module is None else [module]
 
 
 def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
@@ -204,11 +197,6 @@ def watch(model: nn.Module, example: Any) -> tuple[_Calls, Any]:
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()]
     try:
         return calls, call(model, example)
-    except Exception as error:
-        raise ValueError(
-            f"the example does not run through the model ({error}); pass an input, a tuple of inputs or a dict of "
-            "arguments"
-        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -220,11 +208,9 @@ def _constants(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     except (TypeError, ValueError):  # no signature, as of a scripted module: then it cannot be traced either
         return {}
     bound.apply_defaults()
-    for name, parameter in bound.signature.parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            del bound.arguments[name]
-    given = bound.arguments.items()
-    return {name: value for name, value in given if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))}
+    single = {n for n, p in bound.signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    given = {name: value for name, value in bound.arguments.items() if name in single}
+    return {n: value for n, value in given.items() if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))}
 
 
 def _trace(module: nn.Module, calls: _Calls | None) -> tuple[list[fx.GraphModule], str]:
@@ -236,18 +222,16 @@ def _trace(module: nn.Module, calls: _Calls | None) -> tuple[list[fx.GraphModule
     parameters = inspect.signature(module.forward).parameters.values()
     if calls is None and any(p.default is not p.empty for p in parameters):
         return [], f"what stands around it depends on optional arguments of {kind}; pass example="
-    if calls is not None and len(calls.get(module, ())) != 1:
-        why = f"{kind} is not called once"
-    else:
-        constants = {} if calls is None else calls[module][0].constants
+    why = f"{kind} is not called once"
+    if calls is None or len(calls.get(module, ())) == 1:
+        constants = None if calls is None else calls[module][0].constants
         try:
             with _untouched(module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return [fx.GraphModule(module, Tracer().trace(module, constants or None))], ""
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            hint = "" if calls is not None else "; pass example= to look at its parts"
-            why = f"torch.fx cannot trace {kind} ({reason}){hint}"
+            why = f"torch.fx cannot trace {kind} ({reason})" + "; pass example= to look at its parts" * (calls is None)
     for part in module.children() if calls is not None else ():
         if not isinstance(part, BatchLayerNorm) and any(isinstance(m, BatchLayerNorm) for m in part.modules()):
             graphs += _trace(part, calls)[0]
@@ -257,19 +241,12 @@ def _trace(module: nn.Module, calls: _Calls | None) -> tuple[list[fx.GraphModule
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Remove hooks, and put attributes back: whatever keeps a tensor would keep the tracer's stand-in for it."""
-    before = [(part, dict(vars(part))) for part in module.modules()]
-    for part, _ in before:
-        vars(part).update({hooks: OrderedDict() for hooks in HOOKS})
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    for attributes, _ in before:
+        attributes.update({hooks: OrderedDict() for hooks in HOOKS})
     try:
         yield
     finally:
-        for part, attributes in before:
-            vars(part).clear()
-            vars(part).update(attributes)
-
-
-def call(model: nn.Module, example: Any) -> Any:
-    with torch.no_grad():
-        if isinstance(example, Mapping):
-            return model(**example)
-        return model(*example) if isinstance(example, tuple) else model(example)
+        for attributes, kept in before:
+            attributes.clear()
+            attributes.update(kept)

@@ -123,27 +123,24 @@ def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rul
         if name == "running_var":
             value[::2] *= eps  # so that another eps would show
     behind = tuple(sorted((n for n, m in probe.named_children() if type(m) is not nn.Identity), key="drop".__ne__))
-    outputs: dict[int, list[tuple[Tensor, Any]]] = {1: [], -1: []}
-    failure: Exception | None = None
-    for channel_dim, pairs in outputs.items():
+    found, failures = list[tuple[int, Tensor, Any]](), list[Exception]()
+    for channel_dim in (1, -1):
         for x in _inputs(features, channel_dim, eps, random):
             try:
-                pairs.append((x, probe(x.clone())))
+                found.append((channel_dim, x, probe(x.clone())))
             except Exception as error:  # it takes other shapes
-                failure = failure or error
-    found = outputs[1] + outputs[-1]
+                failures.append(error)
     if not found:
-        return f"it cannot be run on an input alone ({failure})"
-    most = max(x.dim() for x, _ in found)  # (N, C) alone does not say where features stand
-    for rule in rules:
-        for held in dict.fromkeys((behind, ())):
-            new = build(probe, rule := rule._replace(behind=held), torch.empty(0, device="cpu")).eval()
-            pairs = outputs[rule.channel_dim]
-            # A parameter that a rule would drop may matter in training.
-            complete = {id(p) for p in new.parameters()} == {id(p) for p in probe.parameters()}
-            if complete and any(x.dim() == most for x, _ in pairs) and all(_agrees(new, x, y) for x, y in pairs):
-                return rule
-    return _what_else(probe, found)
+        return f"it cannot be run on an input alone ({failures[0]})"
+    most = max(x.dim() for _, x, _ in found)  # (N, C) alone does not say where features stand
+    for rule in (rule._replace(behind=held) for rule in rules for held in dict.fromkeys((behind, ()))):
+        new = build(probe, rule, torch.empty(0, device="cpu")).eval()
+        pairs = [(x, y) for channel_dim, x, y in found if channel_dim == rule.channel_dim]
+        # A parameter that a rule would drop may matter in training.
+        complete = {id(p) for p in new.parameters()} == {id(p) for p in probe.parameters()}
+        if complete and any(x.dim() == most for x, _ in pairs) and all(_agrees(new, x, y) for x, y in pairs):
+            return rule
+    return _what_else(probe, *found[0][1:])
 
 
 def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator) -> Iterator[Tensor]:
@@ -157,22 +154,18 @@ def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator
 
 
 def _agrees(new: nn.Module, x: Tensor, y: Any) -> bool:
+    """Whether an output is ``y`` up to rounding: float32, a dozen operations, values that may cancel."""
     try:
-        return isinstance(y, Tensor) and _same(new(x.clone()), y)
+        found = new(x.clone())
     except Exception:  # a module of the norm may not take its output
         return False
+    return isinstance(y, Tensor) and found.shape == y.shape and bool((found - y).abs().max() <= 1e-4 * y.abs().max())
 
 
-def _same(new: Tensor, old: Tensor) -> bool:
-    """Whether outputs are equal up to rounding: float32, a dozen operations, values that may cancel."""
-    return new.shape == old.shape and bool((new - old).abs().max() <= 1e-4 * old.abs().max())
-
-
-def _what_else(probe: nn.Module, pairs: list[tuple[Tensor, Any]]) -> str:
+def _what_else(probe: nn.Module, x: Tensor, y: Any) -> str:
     """Why no rule fits."""
-    x, y = pairs[0]
     x = x[:1]  # a sample of usual size
-    if isinstance(y, Tensor) and _same(probe(2 * x), probe(x.clone())) and not _same(probe(x + 1), probe(x.clone())):
+    if isinstance(y, Tensor) and _agrees(probe, 2 * x, y := probe(x.clone())) and not _agrees(probe, x + 1, y):
         return "it subtracts no mean, as RMSNorm; BLN does"
     return "it computes no batch, layer, group or instance normalization with its own weight, bias and eps"
 
@@ -211,27 +204,17 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
     # A norm without tensors takes device and type of the model's first.
     own = (t for t in (weight, running_mean) if t is not None)
     tensor = next(own, like if like.is_floating_point() else torch.empty(0, device=like.device))
-    momentum = 0.1
-    if rule.kind == "batch":
-        momentum = getattr(norm, "momentum", 0.1)
-        if isinstance(norm, _INSTANCE_NORMS):
-            momentum = momentum or 0.0  # torch's meaning of None there
-    activation = _activation([norm.get_submodule(name) for name in rule.behind])
+    momentum = getattr(norm, "momentum", 0.1) if rule.kind == "batch" else 0.1
+    if isinstance(norm, _INSTANCE_NORMS):
+        momentum = momentum or 0.0  # torch's meaning of None there
+    behind = {name: norm.get_submodule(name) for name in rule.behind}
+    activation = _activation(list(behind.values()))
     layer = BatchLayerNorm(
-        rule.features,
-        groups=rule.groups,
-        channel_dim=rule.channel_dim,
-        per_position=False,
+        rule.features, groups=rule.groups, channel_dim=rule.channel_dim, per_position=False, dim_scale=False,
         eps=_eps(norm) or 0.0,  # 0 is refused
-        mix_eps=0.0,
-        momentum=momentum,
-        affine=weight is not None,
-        bias=bias is not None,
-        dim_scale=False,
-        activation=activation,
-        device=tensor.device,
-        dtype=tensor.dtype,
-    )
+        mix_eps=0.0, momentum=momentum, affine=weight is not None, bias=bias is not None, activation=activation,
+        device=tensor.device, dtype=tensor.dtype,
+    )  # fmt: skip
     layer.weight, layer.bias = weight, bias
     if isinstance(norm, nn.SyncBatchNorm):
         layer.process_group = norm.process_group or "world"
@@ -254,7 +237,7 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
         return layer
     new = NormAct()
     new.training = norm.training
-    for name, child in (("norm", layer), *((name, norm.get_submodule(name)) for name in rule.behind)):
+    for name, child in {"norm": layer, **behind}.items():
         setattr(new, name, child)  # add_module would find the norm's attributes, such as activation
     return new
 
@@ -266,12 +249,12 @@ def _activation(behind: list[nn.Module]) -> Activation | None:
     working = [module for module in behind if not (isinstance(module, _DROPOUTS) and module.p == 0)]
     if len(working) != 1 or any(True for _ in chain(working[0].parameters(), working[0].buffers())):
         return None
-    name = type(working[0]).__name__.lower()
     x = torch.linspace(-20, 20, 401, device="cpu", dtype=torch.float32)
-    for known, kind in MODULES.items():
+    for name, kind in MODULES.items():
         # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.
-        if name == known and torch.allclose(working[0](x.clone()), kind()(x), rtol=1e-5, atol=1e-6):
-            return known
+        named = type(working[0]).__name__.lower() == name
+        if named and torch.allclose(working[0](x.clone()), kind()(x), rtol=1e-5, atol=1e-6):
+            return name
     return None
 
 

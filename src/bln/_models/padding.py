@@ -54,9 +54,7 @@ class _Given(AbstractContextManager[None]):
     """
 
     def __init__(self, mask: Tensor | None, owner: nn.Module | None = None, asked: bool = True) -> None:
-        self.mask = mask
-        self.owner = owner
-        self.asked = asked
+        self.mask, self.owner, self.asked = mask, owner, asked
 
     def __enter__(self) -> None:
         _here.given.append(self)
@@ -73,9 +71,8 @@ class _Given(AbstractContextManager[None]):
         if self.mask is None or not (self.asked or layer.training or layer.config.uses_batch):
             return False
         shape = list(x.shape)
-        if not -len(shape) <= layer.channel_dim < len(shape):
-            return False
-        del shape[layer.channel_dim]
+        if -len(shape) <= layer.channel_dim < len(shape):
+            del shape[layer.channel_dim]
         return list(self.mask.shape) == shape
 
 
@@ -139,7 +136,7 @@ def _recall(layer: BatchLayerNorm) -> _Given | None:
         return None
     found: list[_Given | None] = list(used.graphs) or [used.without_graph]
     masks = [given.mask for given in found if given is not None and given.mask is not None]
-    if any(not torch.equal(mask, masks[0]) for mask in masks[1:]):
+    if not all(torch.equal(mask, masks[0]) for mask in masks[1:]):
         raise RuntimeError(
             "activation checkpointing recomputes a BatchLayerNorm that got several padding masks since the last "
             "backward, and does not say which one belongs here. Ways out: (1) backward after each forward; (2) pass "
@@ -155,8 +152,13 @@ _PADDED = ("src_key_padding_mask", "tgt_key_padding_mask")
 """Arguments of torch's transformers, true (or minus infinity) where a sequence is padded."""
 
 
-def install(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> None:
+def install(model: nn.Module) -> None:
     """Add hooks to each part of ``model`` that takes a padding mask; they pass it to the BLN layers inside."""
+    from ..layer import BatchLayerNorm  # which imports this module
+
+    def is_layer(module: nn.Module) -> bool:
+        return isinstance(module, BatchLayerNorm)
+
     modules = [m for m in model.modules() if any(map(is_layer, m.modules())) and not is_layer(m)]
     pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
     hooked: dict[nn.Module, str] = {}
@@ -169,28 +171,44 @@ def install(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> None:
             hooked[module] = names[0]
     inside = {part for module in hooked for part in module.modules()}
     # A BatchNorm took padding for data before, too; a norm over the features of each position did not.
-    last = [
-        n for n, m in model.named_modules() if is_layer(m) and m not in inside and getattr(m, "channel_dim", 1) == -1
-    ]
-    notice = _Notice(last) if last else None
+    outside = ((name, m) for name, m in model.named_modules() if m not in inside)
+    last = [name for name, m in outside if isinstance(m, BatchLayerNorm) and m.channel_dim == -1]
+    notice = _Notice(listed(last)) if last else None
     for module, name in hooked.items():
-        _hook(module, name, notice)
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and module.batch_first and notice and module not in inside:
-            _watch(module, notice)
+        if not any(hook is _leave for hook in module._forward_hooks.values()):
+            arguments = _arguments(module)
+            at = arguments.index(name) if name in arguments else None
+            module.register_forward_pre_hook(partial(_enter, name=name, at=at, notice=notice), with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
+    others = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention) and m.batch_first and m not in inside)
+    for module in others if notice is not None else ():
+        if not any(isinstance(hook, _Notice) for hook in module._forward_pre_hooks.values()):
+            module.register_forward_pre_hook(notice, with_kwargs=True)
 
 
 def _arguments(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
-class _Notice:
-    """A warning, given once, that BLN layers do not get the mask with which another part of the model is called."""
+def listed(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
-    def __init__(self, layers: list[str]) -> None:
-        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
-        self.layers = f"{', '.join(layers[:3])}{more}"
-        self.said = False
+
+class _Notice:
+    """A warning, given once, that BLN layers do not get the mask with which another part of the model is called.
+
+    It is a hook of attention outside of the parts that pass masks on.
+    """
+
+    def __init__(self, layers: str) -> None:
+        self.layers, self.said = layers, False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(_arguments(module), args, strict=False)) | kwargs
+        # A mask of another sequence, as in cross attention, says nothing about the layers' inputs.
+        if given.get("key_padding_mask") is not None and given.get("query") is given.get("key"):
+            self.say(module)
 
     def say(self, module: nn.Module) -> None:
         if not (self.said or _here.given or torch.compiler.is_compiling()) and module.training:
@@ -203,36 +221,10 @@ class _Notice:
             )
 
 
-def _watch(attention: nn.Module, notice: _Notice) -> None:
-    if not any(getattr(hook, "func", None) is _notice for hook in attention._forward_pre_hooks.values()):
-        attention.register_forward_pre_hook(partial(_notice, notice=notice), with_kwargs=True)
-
-
-def _notice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, notice: _Notice) -> None:
-    given = dict(zip(_arguments(module), args, strict=False)) | kwargs
-    # A mask of another sequence, as in cross attention, says nothing about the layers' inputs.
-    if given.get("key_padding_mask") is not None and given.get("query") is given.get("key"):
-        notice.say(module)
-
-
-def _hook(module: nn.Module, name: str, notice: _Notice | None) -> None:
-    if any(hook is _leave for hook in module._forward_hooks.values()):
-        return
-    arguments = _arguments(module)
-    at = arguments.index(name) if name in arguments else None
-    module.register_forward_pre_hook(partial(_enter, name=name, at=at, notice=notice), with_kwargs=True)
-    module.register_forward_hook(_leave, always_call=True)
-
-
 def _enter(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    name: str,
-    at: int | None,
-    notice: _Notice | None,
-) -> None:
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    *, name: str, at: int | None, notice: _Notice | None,
+) -> None:  # fmt: skip
     """Give the layers of ``module`` its mask, or else the user's mask, but not one for a module around it."""
     mask = args[at] if at is not None and at < len(args) else kwargs.get(name)
     outer = _here.given[-1] if _here.given else None
@@ -242,10 +234,9 @@ def _enter(
             notice.say(module)
         padded = name in _PADDED
         mask = mask != (-torch.inf if padded and mask.is_floating_point() else int(padded))
-    elif outer is not None and outer.asked:
-        mask, asked = outer.mask, True
     else:
-        mask = None
+        asked = outer is not None and outer.asked
+        mask = outer.mask if outer is not None and asked else None
     _here.given.append(_Given(mask, module, asked))
 
 

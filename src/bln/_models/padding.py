@@ -180,10 +180,11 @@ def install(model: nn.Module) -> None:
             at = arguments.index(name) if name in arguments else None
             module.register_forward_pre_hook(partial(_enter, name=name, at=at, notice=notice), with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
-    others = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention) and m.batch_first and m not in inside)
-    for module in others if notice is not None else ():
-        if not any(isinstance(hook, _Notice) for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(notice, with_kwargs=True)
+    if notice is not None:
+        for module in model.modules():
+            known = any(isinstance(hook, _Notice) for hook in module._forward_pre_hooks.values())
+            if not known and isinstance(module, nn.MultiheadAttention) and module.batch_first and module not in inside:
+                module.register_forward_pre_hook(notice, with_kwargs=True)
 
 
 def _arguments(module: nn.Module) -> list[str]:

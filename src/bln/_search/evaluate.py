@@ -17,7 +17,7 @@ from .._models import calibrate as models
 from ..layer import BatchLayerNorm
 from .measure import Measure
 from .per_layer import Assignment
-from .rebatch import first, length, one_by_one
+from .rebatch import count_samples, length, part
 from .vectorize import assigned, differing, one_at_a_time, together
 
 _PROBES = 4
@@ -76,7 +76,7 @@ class Evaluator:
         batch = self._on_device(batch)
         alone = self.why.get(False) or (len(assignments) == 1 and not single)
         if not alone and single not in self.why:
-            scores = self._check(first(batch, _PROBES) if single else batch, assignments, single)
+            scores = self._check(part(batch, 0, _PROBES) if single else batch, assignments, single)
             if not single:
                 return scores
         if not (alone or self.why[single]):
@@ -115,20 +115,20 @@ class Evaluator:
         """Move a batch of ``(inputs, targets)``, once for all assignments."""
         if self.step is not None:
             return batch
-        if not (isinstance(batch, tuple | list) and len(batch) == 2):
-            what, step = type(batch).__name__, "(model(batch), targets)"
-            if isinstance(batch, Mapping):
-                what += f" with {', '.join(map(repr, batch))}"
-                step = "(model(batch['inputs']), batch['labels'])"
-            elif isinstance(batch, tuple | list):
-                what += f" of {len(batch)}"
-                step = "(model(*batch[:-1]), batch[-1])"
-            raise ValueError(
-                f"expected batches of (inputs, targets), got a {what}; inputs may be a tensor, a tuple or a dict. For "
-                "other batches pass step=, a function step(model, batch) that returns (outputs, targets), such as "
-                f"step=lambda model, batch: {step}"
-            )
-        return models.to_device(batch, self._device)
+        if isinstance(batch, tuple | list) and len(batch) == 2:
+            return models.to_device(batch, self._device)
+        what, step = type(batch).__name__, "(model(batch), targets)"
+        if isinstance(batch, Mapping):
+            what += f" with {', '.join(map(repr, batch))}"
+            step = "(model(batch['inputs']), batch['labels'])"
+        elif isinstance(batch, tuple | list):
+            what += f" of {len(batch)}"
+            step = "(model(*batch[:-1]), batch[-1])"
+        raise ValueError(
+            f"expected batches of (inputs, targets), got a {what}; inputs may be a tensor, a tuple or a dict. For "
+            "other batches pass step=, a function step(model, batch) that returns (outputs, targets), such as "
+            f"step=lambda model, batch: {step}"
+        )
 
     def _run(self, batch: Any) -> tuple[Any, Any]:
         if self.step is None:
@@ -140,7 +140,8 @@ class Evaluator:
 
     def _separately(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
         if single:
-            values = [self._separately(sample, assignments, False)[0] for sample in one_by_one(batch)]
+            samples = (part(batch, at, at + 1) for at in range(count_samples(batch)))
+            values = [self._separately(sample, assignments, False)[0] for sample in samples]
             return torch.stack(values).cpu().double().mean(0), len(values)
 
         def results() -> Iterator[tuple[Any, Any]]:
@@ -183,14 +184,13 @@ class Evaluator:
         return math.ceil(len(assignments) / math.ceil(len(assignments) / copies))  # passes of about one size
 
     def _scores(self, results: Iterable[tuple[Any, Any]], batch: Any) -> tuple[Tensor, int]:
-        rows, samples = [], 0
+        values, samples = list[Tensor](), 0
         for outputs, targets in results:
-            rows.append(self.measure(outputs, targets, batch))
+            values += self.measure(outputs, targets, batch)
             samples = samples or length(targets, outputs, batch)
-        flat = [value for row in rows for value in row]
-        if len({(value.device, value.dtype) for value in flat}) > 1:
-            flat = [value.cpu().double() for value in flat]
-        return torch.stack(flat).reshape(len(rows), -1), samples
+        if len({(value.device, value.dtype) for value in values}) > 1:
+            values = [value.cpu().double() for value in values]
+        return torch.stack(values).reshape(-1, 1 + len(self.measure.metrics)), samples
 
 
 def _tolerance(device: torch.device, outputs: Any) -> float:
@@ -200,13 +200,12 @@ def _tolerance(device: torch.device, outputs: Any) -> float:
     most where a variance is near 0, but seldom by 1/sqrt(epsilon), 3,000 in float32; and a false alarm costs time, not
     truth. Statistics that leak from one copy to the next change outputs by as much as configurations differ.
     """
-    leaves = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    eps = [torch.finfo(leaf.dtype).eps for leaf in leaves]
-    if torch.is_autocast_enabled(device.type):
-        eps.append(torch.finfo(torch.get_autocast_dtype(device.type)).eps)
-    if device.type == "cuda":
-        eps.append(2.0**-10)  # TF32, on for convolutions unless switched off
-    return math.sqrt(max(eps, default=torch.finfo(torch.float32).eps))
+    types = {
+        leaf.dtype for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    }
+    types |= {torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else set()
+    tf32 = 2.0**-10 if device.type == "cuda" else 0.0  # on for convolutions unless switched off
+    return math.sqrt(max(tf32, *(torch.finfo(dtype).eps for dtype in types or {torch.float32})))
 
 
 def _out_of_memory(error: BaseException) -> bool:

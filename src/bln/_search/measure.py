@@ -43,9 +43,6 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
     return (predicted == targets).float().mean()
 
 
-_NAMED: dict[str, Function] = {"accuracy": accuracy}
-
-
 class Measure:
     """The loss and the metrics of outputs, as a list of scalars.
 
@@ -63,21 +60,17 @@ class Measure:
         names = [metrics] if isinstance(metrics, str) else metrics or ()
         named = names if isinstance(names, Mapping) else {name: name for name in names}
         self.metrics = tuple(named)
-        self._functions = {"loss": loss} | {name: _metric(name, given) for name, given in named.items()}
+        self._functions = {"loss": loss}
+        for name, given in named.items():
+            function = accuracy if given == "accuracy" else given
+            if not callable(function):
+                raise ValueError(
+                    f"metric {name!r} is {given!r}, expected a function metric(outputs, targets) or one of 'accuracy'"
+                )
+            self._functions[name] = function
 
     def __call__(self, outputs: Any, targets: Any, batch: Any = None) -> list[Tensor]:
         return [_scalar(_call(f, name, outputs, targets, batch), name) for name, f in self._functions.items()]
-
-
-def _metric(name: str, given: Function | str) -> Function:
-    if isinstance(given, str) and given in _NAMED:
-        return _NAMED[given]
-    if callable(given):
-        return given
-    raise ValueError(
-        f"metric {name!r} is {given!r}, expected a function metric(outputs, targets) or one of "
-        f"{', '.join(map(repr, _NAMED))}"
-    )
 
 
 def _call(function: Function, name: str, outputs: Any, targets: Any, batch: Any) -> Any:
@@ -89,12 +82,10 @@ def _call(function: Function, name: str, outputs: Any, targets: Any, batch: Any)
             raise
         inputs = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else None
         stars = "**" if isinstance(inputs, Mapping) else "*" if isinstance(inputs, tuple | list) else ""
-        parts, part = "", "[0]"
+        parts, part = "", ".logits" if isinstance(getattr(outputs, "logits", None), Tensor) else "[0]"
         if isinstance(outputs, Mapping):
             parts = f" with {', '.join(map(repr, outputs))}"
             part = f"[{'logits' if 'logits' in outputs else next(iter(outputs), '...')!r}]"
-        elif isinstance(getattr(outputs, "logits", None), Tensor):
-            part = ".logits"
         raise TypeError(
             f"{name} was given the model's output, a {type(outputs).__name__}{parts}, and failed: {error}. If it takes "
             "a tensor, pass step=, which returns (outputs, targets): "

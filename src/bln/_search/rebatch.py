@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,39 @@ from .._distributed.ranks import Ranks
 ORDERS = ("shuffled", "sorted", "single")
 
 
-class _Batches(Sequence[Any]):
-    """Mini-batches of some samples, put together when asked for."""
+class _Samples:
+    """All samples of some mini-batches, concatenated, whatever the structure of a batch."""
 
-    def __init__(self, samples: _Samples, order: Tensor, size: int) -> None:
-        self._samples, self._parts = samples, torch.split(order, size)
+    def __init__(self, batches: Sequence[Any]) -> None:
+        flat, specs = zip(*map(pytree.tree_flatten, batches), strict=True)
+        lengths = [count_samples(batch) for batch in batches]
+        if any(spec != specs[0] for spec in specs):
+            raise _not_together("but batches differ in structure; give them one, or")
+        self._spec = specs[0]
+        self._leaves: list[tuple[Any, bool]] = []  # and whether a leaf holds samples
+        for leaves in zip(*flat, strict=True):
+            held = all(holds_samples(leaf, n) for leaf, n in zip(leaves, lengths, strict=True))
+            if held and len(shapes := {tuple(leaf.shape[1:]) for leaf in leaves}) > 1:
+                raise _not_together(f"but theirs have the shapes {sorted(shapes)}; pad them to one, or")
+            self._leaves.append((torch.cat(leaves) if held else leaves[0], held))
+        inputs = len(pytree.tree_leaves(batches[0][0])) if _is_pair(batches[0]) else 0
+        if inputs and not any(held for _, held in self._leaves[:inputs]):
+            raise _not_together(
+                f"but no input has {lengths[0]} of them, as many as there are targets; give targets with a first "
+                "dimension of samples, or"
+            )
+        self.number, self.size = sum(lengths), lengths[0]
+
+    def take(self, index: Tensor) -> Any:
+        leaves = [leaf[index.to(leaf.device)] if held else leaf for leaf, held in self._leaves]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class _Batches(Sequence[Any]):
+    """Mini-batches of samples in some order, put together when asked for."""
+
+    def __init__(self, samples: _Samples, order: Tensor) -> None:
+        self._samples, self._parts = samples, torch.split(order, samples.size)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -27,35 +55,8 @@ class _Batches(Sequence[Any]):
         return self._samples.take(self._parts[at])
 
 
-class _Samples:
-    """All samples of some mini-batches, concatenated, whatever the structure of a batch."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        flat, specs = zip(*map(pytree.tree_flatten, batches), strict=True)
-        lengths = [count_samples(batch) for batch in batches]
-        if any(spec != specs[0] for spec in specs):
-            raise ValueError("rebatch=True puts samples of all batches together, but batches differ in structure")
-        self._spec = specs[0]
-        self._leaves: list[tuple[Any, bool]] = []  # and whether a leaf holds samples
-        for leaves in zip(*flat, strict=True):
-            held = all(holds_samples(leaf, n) for leaf, n in zip(leaves, lengths, strict=True))
-            if held and len({leaf.shape[1:] for leaf in leaves}) > 1:
-                raise ValueError(
-                    "rebatch=True puts samples of all batches together, but theirs have the shapes "
-                    f"{sorted({tuple(leaf.shape[1:]) for leaf in leaves})}; pad them to one, or leave rebatch=False"
-                )
-            self._leaves.append((torch.cat(leaves) if held else leaves[0], held))
-        inputs = len(pytree.tree_leaves(batches[0][0])) if _is_pair(batches[0]) else 0
-        if inputs and not any(held for _, held in self._leaves[:inputs]):
-            raise ValueError(
-                f"rebatch=True puts samples of all batches together, but no input has {lengths[0]} of them, as many as "
-                "there are targets; give targets with a first dimension of samples, or leave rebatch=False"
-            )
-        self.number = sum(lengths)
-
-    def take(self, index: Tensor) -> Any:
-        leaves = [leaf[index.to(leaf.device)] if held else leaf for leaf, held in self._leaves]
-        return pytree.tree_unflatten(leaves, self._spec)
+def _not_together(why: str) -> ValueError:
+    return ValueError(f"rebatch=True puts samples of all batches together, {why} leave rebatch=False")
 
 
 def reorder_on(ranks: Ranks, batches: Sequence[Any]) -> dict[str, Sequence[Any]]:
@@ -71,7 +72,7 @@ def reorder(batches: Sequence[Any], seed: int = 0) -> dict[str, Sequence[Any]]:
     ``sorted`` is missing where targets do not have one value for each sample. ``single`` has the mini-batches' size
     too; its samples are evaluated one by one.
     """
-    samples, size = _Samples(batches), count_samples(batches[0])
+    samples = _Samples(batches)
     shuffled = torch.randperm(samples.number, generator=torch.Generator().manual_seed(seed))
     orders = {"shuffled": shuffled, "single": torch.arange(samples.number)}
     targets = [batch[1] if _is_pair(batch) else None for batch in batches]
@@ -79,22 +80,12 @@ def reorder(batches: Sequence[Any], seed: int = 0) -> dict[str, Sequence[Any]]:
         labels = torch.cat([t.reshape(-1).cpu() for t in targets if t is not None])
         if len(labels) == samples.number:
             orders["sorted"] = labels.argsort(stable=True)
-    return {name: _Batches(samples, orders[name], size) for name in ORDERS if name in orders}
+    return {name: _Batches(samples, orders[name]) for name in ORDERS if name in orders}
 
 
-def first(batch: Any, number: int) -> Any:
-    """The first samples of a mini-batch."""
-    return _slice(batch, count_samples(batch), 0, number)
-
-
-def one_by_one(batch: Any) -> Iterator[Any]:
-    """The samples of a mini-batch, each as a mini-batch of its own."""
+def part(batch: Any, start: int, stop: int) -> Any:
+    """Some samples of a mini-batch, as a mini-batch."""
     n = count_samples(batch)
-    for at in range(n):
-        yield _slice(batch, n, at, at + 1)
-
-
-def _slice(batch: Any, n: int, start: int, stop: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[start:stop] if holds_samples(leaf, n) else leaf, batch)
 
 

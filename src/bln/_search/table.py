@@ -6,8 +6,6 @@ import html as escaping
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..config import StatisticsConfig
-
 if TYPE_CHECKING:
     from .result import Row, Score, SearchResult
 
@@ -24,9 +22,8 @@ class _Table(NamedTuple):
 
 
 def _number(value: float, error: float = math.nan) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return f"{value:.4f}" if math.isnan(error) else f"{value:.4f} ± {error:.4f}"
+    number = "NaN" if math.isnan(value) else f"{value:.4f}"
+    return number if math.isnan(value) or math.isnan(error) else f"{number} ± {error:.4f}"
 
 
 def _move(given: Score, other: Score) -> str:
@@ -74,8 +71,7 @@ def _layout(result: SearchResult) -> tuple[list[_Table], list[str]]:
         f"{result.mode}; T population, F current mini-batch)"
     )
     tables = [_Table(title, columns, rows)]
-    per_layer = next((row.config for row in result.rows if not isinstance(row.config, StatisticsConfig)), None)
-    if per_layer is not None:
+    for per_layer in [row.config for row in result.rows if isinstance(row.config, dict)][:1]:
         lines = [([name, str(config)], "") for name, config in per_layer.items()]
         tables.append(_Table("The combination of layers with the lowest loss", ["layer", "config"], lines))
 
@@ -110,10 +106,9 @@ def rich(result: SearchResult) -> Any:
     tables, notes = _layout(result)
     parts: list[Any] = []
     for table in tables:
-        grid = Table(*table.columns)  # its own title would be wrapped to its width
+        parts += [Text(table.title, style="italic"), Table(*table.columns)]  # whose own title would be wrapped
         for cells, style in table.rows:
-            grid.add_row(*cells, style=style)
-        parts += [Text(table.title, style="italic"), grid]
+            parts[-1].add_row(*cells, style=style)
     return Group(*parts, *(Text(f"- {note}") for note in notes))
 
 

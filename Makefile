@@ -52,11 +52,12 @@ format: $(READY)
 docs: $(READY)  ## the site, in site/
 	$(BIN)/mkdocs build --strict
 
-tables: $(READY)  ## the measured tables, figures and charts of README and docs, from docs/results
+tables: $(READY)  ## measured tables, figures and charts of README and docs from docs/results, notebooks from examples
 	$(BIN)/bln report docs/results --out build/report
 	cd build/report && cp --parents $$(find . -path "*/figures/*.png") ../../docs/results
 	$(BIN)/python docs/_measured.py
 	$(BIN)/python docs/_charts.py
+	$(BIN)/python docs/_notebooks.py
 
 # The wheel is made from the sdist, as an installer would. The program that tries it out takes torch alone.
 dist: $(DIST)/.ready  ## wheel and sdist in dist/, checked, installed in an environment of its own and tried out

@@ -8,7 +8,6 @@ digits.onnx where the onnx extra is installed, whose answers it compares with th
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from importlib.util import find_spec
@@ -61,12 +60,7 @@ def microseconds(net, x, repeat=200):
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("out"), help="where files are written")
-    folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-
+def main(folder: Path = Path("out")) -> None:
     train, images, labels = digits()
     with torch.enable_grad():
         net = trained(train)
@@ -78,6 +72,7 @@ def main() -> None:
         accuracy = (model(images).argmax(-1) == labels).float().mean()
         print(f"{name}: accuracy {accuracy:.3f}, one prediction {microseconds(model, images[:1]):.0f} us")
 
+    folder.mkdir(parents=True, exist_ok=True)
     batch = torch.export.Dim("batch")
     program = torch.export.export(net, (images[:3],), dynamic_shapes=({0: batch},))
     torch.export.save(program, folder / "digits.pt2")
@@ -96,4 +91,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("out"), help="where files are written")
+    main(parser.parse_args().folder)

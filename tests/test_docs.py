@@ -43,18 +43,30 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
             exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
-    matplotlib.use("Agg")
-    monkeypatch.chdir(tmp_path)
-    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
+def run_notebook(name):
+    """Run an example's cells, from top to bottom, with every warning an error."""
+    notebook = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert len(cells) > 5
     namespace: dict[str, object] = {"__name__": "notebook"}
     for number, cell in enumerate(cells, 1):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")
-            exec(compile(cell, f"quickstart.ipynb, cell {number}", "exec"), namespace)
+            exec(compile(cell, f"{name}.ipynb, cell {number}", "exec"), namespace)
+    return len(cells)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    assert run_notebook("quickstart") > 5
+
+
+def test_notebooks_are_their_programs():
+    notebooks = module("_notebooks")
+    for name in notebooks.NAMES:
+        program, made = ((ROOT / "examples" / f"{name}.{kind}").read_text(encoding="utf-8") for kind in ("py", "ipynb"))
+        assert notebooks.notebook(program) == made, "run `make tables`"
 
 
 @pytest.mark.parametrize(("name", "least"), [("adapt_to_shift", 0.9), ("padded_transformer", 0.9)])
@@ -62,6 +74,8 @@ def test_an_example_ends_with_its_result(name, least, capsys):
     """Those that need more than torch run in tests/integrations."""
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out
+    run_notebook(name)
+    assert capsys.readouterr().out == printed
     assert float(re.search(r"test accuracy ([\d.]+)$", printed.strip())[1]) > least
     if name == "padded_transformer":
         assert "moves the answers by 0e+00" in printed

@@ -1,5 +1,6 @@
 """The examples that need more than torch, from top to bottom, and what they print at the end."""
 
+import json
 import re
 import runpy
 import sys
@@ -26,3 +27,15 @@ def test_an_example_ends_with_its_result(name, least, shown, tmp_path, monkeypat
     assert len(found) == 1
     assert len(re.findall("test accuracy", printed)) == shown
     assert float(found[0]) > least
+    run_notebook(name, tmp_path, monkeypatch)
+    assert re.findall(r"test accuracy ([\d.]+)", capsys.readouterr().out)[-1] == found[0]
+
+
+def run_notebook(name, folder, monkeypatch):
+    """Run the cells of the same program as a notebook."""
+    notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
+    monkeypatch.chdir(folder)
+    namespace = {"__name__": "notebook"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), name, "exec"), namespace)

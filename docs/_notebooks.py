@@ -46,7 +46,7 @@ def _code(source: str) -> Iterator[str]:
             yield "\n".join(loose).strip()
             loose = []
         if isinstance(node, ast.FunctionDef) and node.name == "main":
-            yield from _main(node, lines)
+            yield from _main(node, source)
         elif not isinstance(node, ast.If):  # that calls main
             yield text
 
@@ -56,11 +56,11 @@ def _start(node: ast.stmt) -> int:
     return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
 
 
-def _main(node: ast.FunctionDef, lines: list[str]) -> Iterator[str]:
+def _main(node: ast.FunctionDef, source: str) -> Iterator[str]:
     """Return the paragraphs of ``main``, after the values of its arguments."""
     for argument, value in zip(node.args.args, node.args.defaults, strict=True):
-        yield f"{argument.arg} = {ast.unparse(value)}"
-    text = textwrap.dedent("\n".join(lines[node.body[0].lineno - 1 : node.end_lineno]))
+        yield f"{argument.arg} = {ast.get_source_segment(source, value)}"
+    text = textwrap.dedent("\n".join(source.splitlines()[node.body[0].lineno - 1 : node.end_lineno]))
     yield from re.split(r"\n\n(?=\S)", text)
 
 

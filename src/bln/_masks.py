@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._spec import Spec
 
@@ -18,8 +18,8 @@ def hide(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
 
 def is_host_readable(value: Tensor) -> bool:
     """Whether its values may be looked at: where that costs no synchronization and breaks no graph."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(value) is not Tensor
-    return not traced and value.device.type == "cpu"
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not traced and type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu"
 
 
 def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tuple[int | Tensor, int | Tensor]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import index
-from typing import SupportsIndex
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from . import formula
+from ._backends.operators import Recall
+from ._masks import samples_at
+from ._spec import Spec, positive
 from .formula import Statistics
 from .population import Population, keep_precision, window
 
@@ -36,11 +38,7 @@ class Memory(nn.Module):
 
     def __init__(self, population: Population, samples: int) -> None:
         super().__init__()
-        if isinstance(samples, bool) or not isinstance(samples, SupportsIndex) or index(samples) < 1:
-            raise ValueError(
-                f"memory must be None or an integer of at least 1, the samples to remember; got {samples!r}"
-            )
-        self.samples = index(samples)
+        self.samples = positive("memory must be None or", samples)
         likes = {"mean": population.batch_mean, "var": population.batch_var, "count": population.inverse_m}
         for name, like in likes.items():
             self.register_buffer(name, torch.zeros_like(like), persistent=False)
@@ -51,14 +49,13 @@ class Memory(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def join(self, current: Statistics, m: int | Tensor, positions: tuple[int, ...]) -> Statistics:
-        """Statistics of a request and of what is remembered, together; a request that is not finite is not remembered.
+    def recall(self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> Recall:
+        """The function that joins the statistics of this request with what is remembered."""
+        m, positions = samples_at(x, mask, channel_dim, spec)
+        return partial(self._join, m=m, positions=positions)
 
-        Args:
-            current: Statistics of the request.
-            m: Its samples; under a mask, at each position.
-            positions: Its positions, ``()`` where statistics are pooled over them.
-        """
+    def _join(self, current: Statistics, m: int | Tensor, positions: tuple[int, ...]) -> Statistics:
+        """Join a request with what is remembered, and remember it if it is finite."""
         at = window(positions, tuple(self.mean.shape[:-1]))
         with nullcontext() if torch.compiler.is_compiling() else _lock:
             mean, var, count = (value[at] if at else value for value in (self.mean, self.var, self.count))

@@ -33,13 +33,9 @@ class Spec(NamedTuple):
     ) -> Spec:
         """Check the options and fill in defaults: the paper's, or with ``groups`` those of the grouped form."""
         published = groups is None
-        if groups is not None and (
-            isinstance(groups, bool) or not isinstance(groups, SupportsIndex) or index(groups) < 1
-        ):
-            raise ValueError(f"groups must be None (as published) or an integer of at least 1, got {groups!r}")
         _check_eps(eps, mix_eps, published)
         return cls(
-            None if groups is None else index(groups),
+            None if published else positive("groups must be None (as published) or", groups),
             published if per_position is None else per_position,
             eps,
             (eps if published else 0.0) if mix_eps is None else mix_eps,
@@ -60,6 +56,30 @@ class Spec(NamedTuple):
                 f"groups={self.groups} does not divide {num_features} features; try "
                 + " or ".join(f"groups={g}" for g in sorted(nearest))
             )
+
+
+def option(name: str) -> Any:
+    """A property of a layer that is one of the options in its ``spec``."""
+    return property(lambda layer: getattr(layer.spec, name))
+
+
+def positive(what: str, value: Any) -> int:
+    """Return a number that must be an integer of at least 1; ``what`` begins the error."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 1:
+        raise ValueError(f"{what} an integer of at least 1, got {value!r}")
+    return index(value)
+
+
+def check_layer(name: str, channel_dim: Any, usual: int, momentum: Any, weighs: str) -> int:
+    """Return the dimension of features, an argument of this name; refuse one, or a momentum, that cannot be."""
+    if not isinstance(channel_dim, SupportsIndex) or index(channel_dim) == 0:
+        raise ValueError(f"{name} must be {usual} or another integer, got {channel_dim!r}; 0 is that of samples")
+    if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
+        raise ValueError(
+            f"momentum must be None (plain average) or in [0, 1], got {momentum!r}; it is the weight of the {weighs} "
+            "value"
+        )
+    return index(channel_dim)
 
 
 def _check_eps(eps: Any, mix_eps: Any, published: bool) -> None:

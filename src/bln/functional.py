@@ -131,7 +131,15 @@ def batch_layer_norm(
     return (y, statistics) if return_statistics else y  # type: ignore[return-value]
 
 
-def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, empty: bool = False, hidden: bool = False) -> int:
+def check(
+    x: Tensor,
+    mask: Tensor | None,
+    channel_dim: int,
+    features: int | None = None,
+    *,
+    empty: bool = False,
+    hidden: bool = False,
+) -> int:
     """Refuse what cannot be normalized; returns the dimension of features counted from the front.
 
     ``empty`` allows inputs without samples, ``hidden`` masks that hide everything: other ranks may have more.
@@ -152,6 +160,11 @@ def check(x: Tensor, mask: Tensor | None, channel_dim: int, *, empty: bool = Fal
     if x.numel() == 0 and not (empty and 0 not in shape[1:]):
         raise ValueError(f"cannot train on an empty input, got shape {shape}; skip empty batches")
     channel_dim %= len(shape)
+    if features not in (None, shape[channel_dim]):
+        raise ValueError(
+            f"expected {features} features along dimension {channel_dim}, got {shape[channel_dim]} in an input of "
+            f"shape {shape}. If features stand elsewhere, pass channel_dim="
+        )
     if mask is None:
         return channel_dim
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:

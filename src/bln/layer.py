@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
-from operator import index
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +12,14 @@ from torch.compiler import is_compiling
 
 from . import _backends, functional
 from ._activation import Activation, check_activation, check_residual, finish
-from ._autograd import recomputing
 from ._distributed.group import Group
-from ._distributed.messages import Task, agree_on
 from ._distributed.train import train as train_over_ranks
-from ._masks import positions_of, samples_at
 from ._memory import Memory
 from ._models import padding as _padding
 from ._positions import sizes
 from ._scripting import refuse_scripting
-from ._spec import Spec
+from ._spec import Spec, check_layer, option, positive
 from .config import StatisticsConfig
-from .formula import Statistics
 from .population import Population
 
 if TYPE_CHECKING:
@@ -107,7 +101,14 @@ class BatchLayerNorm(nn.Module):
     population: Population
     activation: Activation | None
     _memory: Memory | None
-    _agreed = False  # with the other ranks, on positions
+    agreed_on_positions = False
+    """Whether the other ranks were asked."""
+
+    groups: int | None = option("groups")
+    per_position: bool = option("per_position")
+    eps: float = option("eps")
+    mix_eps: float = option("mix_eps")
+    dim_scale: bool = option("dim_scale")
 
     def __init__(
         self,
@@ -130,23 +131,13 @@ class BatchLayerNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(num_features, SupportsIndex) or index(num_features) < 1:
-            raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
-        if not isinstance(channel_dim, SupportsIndex) or index(channel_dim) == 0:
-            raise ValueError(
-                f"channel_dim must be 1, or -1 for features last, got {channel_dim!r}; 0 is that of samples"
-            )
+        self.num_features = num_features = positive("num_features must be", num_features)
+        self.channel_dim = check_layer("channel_dim", channel_dim, 1, momentum, "new")
         if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
-        spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
-        if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
-            raise ValueError(f"momentum must be None (plain average) or in [0, 1], got {momentum!r}")
-        positions = sizes(position_shape, spec.per_position)
-
-        self.num_features = num_features = index(num_features)
+        self.spec = spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
         spec.check_features(num_features)
-        self.channel_dim = index(channel_dim)
-        self.spec = spec
+        positions = sizes(position_shape, spec.per_position)
         self.momentum = momentum
         self.config = config
         self.activation = activation
@@ -157,31 +148,6 @@ class BatchLayerNorm(nn.Module):
             self.register_parameter(name, parameter)
         self.population = Population(num_features, positions if spec.per_position else (), device, dtype, spec.groups)
         self.reset_parameters()
-
-    @property
-    def groups(self) -> int | None:
-        """The groups of feature statistics; ``None`` for the published form."""
-        return self.spec.groups
-
-    @property
-    def per_position(self) -> bool:
-        """Whether batch statistics are kept for each position."""
-        return self.spec.per_position
-
-    @property
-    def eps(self) -> float:
-        """What is added to both variances."""
-        return self.spec.eps
-
-    @property
-    def mix_eps(self) -> float:
-        """The epsilon of the mixing weights."""
-        return self.spec.mix_eps
-
-    @property
-    def dim_scale(self) -> bool:
-        """Whether the output is divided by the root of the number of features."""
-        return self.spec.dim_scale
 
     @property
     def config(self) -> StatisticsConfig:
@@ -242,54 +208,19 @@ class BatchLayerNorm(nn.Module):
     def _forward(self, x: Tensor, mask: Tensor | None, residual: Tensor | None = None) -> Tensor:
         group = self._group.resolve() if self.training and self._group is not None else None
         shared = group is not None and group.size() > 1
-        channel_dim = functional.check(x, mask, self.channel_dim, empty=shared or not self.training, hidden=shared)
-        self._check_features(x, channel_dim)
-        check_residual(residual, x)
-        tensors = x, self.weight, self.bias, mask, channel_dim, self.spec
-        after: Any = {"residual": residual, "activation": self.activation}
-        if not self.training:
-            return _backends.infer(*tensors, self.population, self.config, recall=self._recall(*tensors), **after)[0]
-        if shared:
-            y = self._synchronized(x, mask, channel_dim, group)  # type: ignore[arg-type]
-            return finish(y, residual, mask, channel_dim, self.activation)
-        y, statistics = _backends.train(*tensors, population=self.population, momentum=self.momentum, **after)
-        if statistics is not None and not recomputing():
-            self.population.update_from(x, mask, channel_dim, self.spec, statistics, self.momentum)
-        return y
-
-    def _check_features(self, x: Tensor, channel_dim: int) -> None:
-        """Refuse an input with another number of features."""
-        if x.shape[channel_dim] != self.num_features:
-            raise ValueError(
-                f"expected {self.num_features} features along dimension {channel_dim}, got {x.shape[channel_dim]} in "
-                f"an input of shape {tuple(x.shape)}. If features stand elsewhere, pass channel_dim="
-            )
-
-    def _recall(
-        self, x: Tensor, _: Any, __: Any, mask: Tensor | None, channel_dim: int, spec: Spec
-    ) -> Callable[[Statistics], Statistics] | None:
-        """What joins the statistics of a request with those remembered; ``None`` for a layer without memory."""
-        if self._memory is None:
-            return None
-        m, positions = samples_at(x, mask, channel_dim, spec)
-        return partial(self._memory.join, m=m, positions=positions)
-
-    def _synchronized(self, x: Tensor, mask: Tensor | None, channel_dim: int, group: ProcessGroup) -> Tensor:
-        """Training on the samples of all ranks."""
-        kept = self.population.positions_for(positions_of(x, channel_dim, self.spec))
-        if self.per_position and not self._agreed and not is_compiling():
-            agree_on(kept, group, x.device)
-            self._agreed = True
-        return train_over_ranks(
-            x,
-            self.weight,
-            self.bias,
-            mask,
-            Task(channel_dim, self.spec, kept, group, self.population.batch_mean.dtype),
-            population=self.population,
-            momentum=self.momentum,
-            learning=not recomputing(),
+        channel_dim = functional.check(
+            x, mask, self.channel_dim, self.num_features, empty=shared or not self.training, hidden=shared
         )
+        check_residual(residual, x)
+        if group is not None and shared:
+            y = train_over_ranks(self, x, mask, channel_dim, group)
+            return finish(y, residual, mask, channel_dim, self.activation)
+        tensors = x, self.weight, self.bias, mask, channel_dim, self.spec, self.population
+        if self.training:
+            return _backends.train(*tensors, self.momentum, residual=residual, activation=self.activation)[0]
+        recall = None if self._memory is None else self._memory.recall(x, mask, channel_dim, self.spec)
+        after: Any = {"residual": residual, "activation": self.activation}
+        return _backends.infer(*tensors, self.config, recall, **after)[0]
 
     def reset_statistics(self) -> None:
         """Forget the population: mean 0, variance 1. Positions stay known."""

@@ -38,33 +38,32 @@ def train(
     mask: Tensor | None,
     channel_dim: int,
     spec: Spec,
-    *,
     population: Population | None = None,
     momentum: float | None = None,
+    *,
     residual: Tensor | None = None,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Statistics | None]:
-    """Normalize ``x``, which was checked, by its own statistics: ``g(BLN(x) + residual)``, and the statistics.
+    """Normalize ``x``, which was checked, by its own statistics: ``g(BLN(x) + residual)``; update the population.
 
-    A kernel may update the population itself; then there are no statistics to return.
+    The statistics are returned too, unless a kernel has updated the population with them.
     """
     kept = None if population is None else population.batch_mean
+    update = None if population is None or recomputing() else (population, momentum)
     kernels = triton_for(x, channel_dim, spec, residual, gamma, beta, kept)
     compiling = torch.compiler.is_compiling()
-    if kernels is not None and compiling and spec.groups is not None and (mask is not None or population is None):
-        kernels = None  # a compiler does as well with operators
-    if kernels is not None:
-        learning = population is not None and not recomputing()
-        update = (population, momentum) if learning else None
-        tensors = x, gamma, beta, mask, channel_dim, spec, update
-        if not compiling:
-            return kernels.train(*tensors, residual, activation)  # type: ignore[no-any-return]
-        y, statistics = kernels.ops.train(*tensors)
-    else:
-        wide, gamma, beta = _widened(x, gamma, beta, kept)
-        published = spec.groups is None and mask is None
-        y, statistics = (native if published else operators).train(wide, gamma, beta, mask, channel_dim, spec)
+    statistics: Statistics | None
+    if kernels is None or (compiling and spec.groups is not None and (mask is not None or population is None)):
+        backend = native if spec.groups is None and mask is None else operators
+        y, statistics = backend.train(*widened(x, gamma, beta, kept), mask, channel_dim, spec)
         y = like(y, x)
+    elif compiling:  # it does as well with operators where there is a mask, or nothing to update
+        y, statistics = kernels.ops.train(x, gamma, beta, mask, channel_dim, spec, update)
+    else:
+        y, statistics = kernels.train(x, gamma, beta, mask, channel_dim, spec, update, residual, activation)
+        residual = activation = None
+    if population is not None and update is not None and statistics is not None:
+        population.update_from(x, mask, channel_dim, spec, statistics, momentum)
     return finish(y, residual, mask, channel_dim, activation), statistics
 
 
@@ -77,15 +76,15 @@ def infer(
     spec: Spec,
     population: Population | Statistics,
     config: StatisticsConfig,
-    *,
     recall: Recall | None = None,
+    *,
     residual: Tensor | None = None,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Statistics | None]:
     """Normalize ``x``, which was checked, by the statistics of a configuration: ``g(BLN(x) + residual)``."""
-    statistics: Statistics | None = population if isinstance(population, Statistics) else None
+    given = population if isinstance(population, Statistics) else None
     if x.numel() == 0:
-        return x.clone(), statistics
+        return x.clone(), given
     if not isinstance(population, Statistics):
         kept = population.batch_mean
         ready = recall is None and population.position_shape is not None and not torch.compiler.is_compiling()
@@ -94,8 +93,8 @@ def infer(
             tensors = x, gamma, beta, mask, channel_dim, spec, population, config
             return kernels.infer(*tensors, residual, activation), None
         population = population.at_positions_of(x, mask, channel_dim, spec)
-    wide, gamma, beta = _widened(x, gamma, beta, population.batch_mean)
-    y, statistics = operators.infer(wide, gamma, beta, mask, channel_dim, spec, population, config, recall)
+    wide = widened(x, gamma, beta, population.batch_mean)
+    y, statistics = operators.infer(*wide, mask, channel_dim, spec, population, config, recall)
     return finish(like(y, x), residual, mask, channel_dim, activation), statistics
 
 
@@ -105,7 +104,7 @@ def like(y: Tensor, x: Tensor) -> Tensor:
     return y.contiguous() if x.is_contiguous() else y
 
 
-def _widened(
+def widened(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Input and parameters in the type of the computation: float32, or float64 if anything given is."""

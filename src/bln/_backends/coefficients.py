@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from .. import formula
 from .._autograd import differentiate
-from .._masks import hide
+from .._masks import hide, is_host_readable
 from .._spec import Spec
-from ..config import StatisticsConfig
 from ..formula import Moments, Statistics
 
 _CHUNK = 2**19
@@ -26,44 +25,11 @@ _kept = threading.local()
 
 
 def train(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec
 ) -> tuple[Tensor, Statistics]:
-    """Normalize ``x``, float32 or float64, by its own statistics, and return them, detached."""
-    if mask is None and _plain_cpu(x):
-        y, *statistics = _Train.apply(x, gamma, beta, channel_dim, spec)  # type: ignore[no-untyped-call]
-        return y, Statistics(*statistics)
-    return _train(x, gamma, beta, mask, channel_dim, spec)
-
-
-def infer(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    channel_dim: int,
-    spec: Spec,
-    population: Statistics,
-    config: StatisticsConfig,
-    recall: Callable[[Statistics], Statistics] | None = None,
-) -> tuple[Tensor, Statistics]:
-    """Normalize ``x``, float32 or float64, by the statistics of a configuration, and return them, detached."""
-    x = hide(x, mask, channel_dim)
-    found = population
-    if config.uses_batch or config.uses_features:
-        own = statistics(measure(x, mask, channel_dim), spec)
-        own = recall(own) if recall is not None and config.uses_batch else own
-        found = formula.choose(config, own, population, torch.where)
-    y = apply(x, found, gamma, beta, mask, channel_dim, spec)
-    return y, Statistics(*(value.detach() for value in found))
-
-
-def _train(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec
-) -> tuple[Tensor, Statistics]:
-    x = hide(x, mask, channel_dim)
-    s = statistics(measure(x, mask, channel_dim), spec)
-    y = apply(x, s, gamma, beta, mask, channel_dim, spec)
-    return y, Statistics(*(value.detach() for value in s))
+    """Normalize ``x``, for which ``is_plain_cpu``, by its own statistics, and return them, detached."""
+    y, *s = _Train.apply(x, gamma, beta, channel_dim, spec)  # type: ignore[no-untyped-call]
+    return y, Statistics(*s)
 
 
 def statistics(moments: Moments, spec: Spec) -> Statistics:
@@ -78,7 +44,7 @@ def statistics(moments: Moments, spec: Spec) -> Statistics:
 
 def feature_statistics(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
     """Eqs 12, 13 over groups; a sample's bits do not depend on the others, though torch splits a lone row otherwise."""
-    lone = _plain_cpu(moments.mean) and moments.mean.shape[0] == 1
+    lone = is_plain_cpu(moments.mean) and moments.mean.shape[0] == 1
     if lone:
         moments = Moments(torch.cat([moments.mean] * 2), torch.cat([moments.var] * 2), moments.weight)
     mean, var = formula.feature_statistics(torch, moments, groups)
@@ -86,20 +52,13 @@ def feature_statistics(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def apply(
-    x: Tensor,
-    s: Statistics,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    channel_dim: int,
+    x: Tensor, s: Statistics, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int,
     spec: Spec,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Eqs 14-17, or 22-25, of ``x``; hidden entries come out 0."""
-    a, b = (
-        broadcast(v, x, channel_dim) for v in formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec)
-    )
-    y: Tensor = a * x + b
-    return hide(y, mask, channel_dim)
+    pair = formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec)
+    a, b = (broadcast(value, x, channel_dim) for value in pair)
+    return hide(a * x + b, mask, channel_dim)
 
 
 def broadcast(value: Tensor, x: Tensor, channel_dim: int) -> Tensor:
@@ -121,7 +80,7 @@ def measure(x: Tensor, mask: Tensor | None, channel_dim: int) -> Moments:
         return Moments(mean, (centred.sum(over) if over else centred) / divisor, count)
     if not over:
         return Moments(x, torch.zeros_like(x), None)
-    if _plain_cpu(x) and not (x.requires_grad and torch.is_grad_enabled()):
+    if is_plain_cpu(x) and not (x.requires_grad and torch.is_grad_enabled()):
         # A sample must give the same bits in any mini-batch, and torch may sum a lone one in another order.
         lone = x.shape[0] == 1
         mean, var = _measure(_Rows(torch.cat([x, x]) if lone else x, channel_dim))
@@ -133,56 +92,43 @@ def measure(x: Tensor, mask: Tensor | None, channel_dim: int) -> Moments:
 # ---- on a CPU, without a compiler
 
 
-def _plain_cpu(x: Tensor) -> bool:
+def is_plain_cpu(x: Tensor) -> bool:
     """Whether ``x`` is an ordinary tensor in main memory, and nothing but autograd looks on."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and x.device.type == "cpu"
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
-    )
+    return is_host_readable(x) and torch.autograd.forward_ad._current_level < 0
 
 
 class _Rows:
     """A tensor seen as ``(N, C, P)`` or ``(N, P, C)``, whichever lies so in memory, else as a copy."""
 
     def __init__(self, x: Tensor, channel_dim: int) -> None:
-        n, c = x.shape[0], x.shape[channel_dim]
-        last = x.movedim(channel_dim, -1)
-        self.channels_first = not last.is_contiguous()
-        self.shape = (n, c, -1) if self.channels_first else (n, -1, c)
-        self.over = 2 if self.channels_first else 1
+        self.pairs = n, c = x.shape[0], x.shape[channel_dim]
+        self.channels_first = not x.movedim(channel_dim, -1).is_contiguous()
+        self.shape, self.over, self.at = ((n, c, -1), 2, 1) if self.channels_first else ((n, -1, c), 1, -1)
         self.channel_dim = channel_dim
-        self.pairs = n, c
+        self.moved = x.movedim(channel_dim, self.at).shape
         self.x = self.view(x)
 
     def view(self, like: Tensor) -> Tensor:
         """Another tensor of the shape of ``x``, seen and lying as it does."""
-        moved = like.movedim(self.channel_dim, 1 if self.channels_first else -1)
-        return moved.contiguous().view(self.shape)
+        return like.movedim(self.channel_dim, self.at).contiguous().view(self.shape)
 
     def broadcast(self, value: Tensor) -> Tensor:
         """``(N, C)`` in a shape that meets it."""
         return value.unsqueeze(self.over)
 
-    def restore(self, y: Tensor, like: Tensor) -> Tensor:
-        """Return rows in the shape of ``like``."""
-        shape = like.movedim(self.channel_dim, 1 if self.channels_first else -1).shape
-        return y.view(shape).movedim(1 if self.channels_first else -1, self.channel_dim)
-
-    def chunks(self) -> Iterator[slice]:
-        """Ranges of samples that fit in the cache."""
-        step = max(1, _CHUNK // max(1, self.x[0].numel()))
-        return (slice(start, start + step) for start in range(0, len(self.x), step))
+    def restore(self, y: Tensor) -> Tensor:
+        """Return rows in the shape of the input."""
+        return y.view(self.moved).movedim(self.at, self.channel_dim)
 
     def scratch(self) -> Iterator[tuple[slice, Tensor]]:
-        """Ranges of samples, with memory of their shape.
+        """Ranges of samples that fit in the cache, with memory of their shape.
 
         A thread keeps its memory: fresh pages from the system would take longer than what is computed in them.
         """
         known: dict[torch.dtype, Tensor] = _kept.__dict__.setdefault("memory", {})
-        for at in self.chunks():
+        step = max(1, _CHUNK // max(1, self.x[0].numel()))
+        for start in range(0, len(self.x), step):
+            at = slice(start, start + step)
             part = self.x[at]
             memory = known.get(part.dtype)
             if memory is None or memory.numel() < part.numel():
@@ -218,7 +164,7 @@ class _Train(torch.autograd.Function):
         y = torch.empty_like(x)  # no view of anything: what follows may change it in place
         seen = _affine(rows, rows.x, a, b, out=rows.view(y))
         if seen.data_ptr() != y.data_ptr():
-            y.copy_(rows.restore(seen, x))
+            y.copy_(rows.restore(seen))
         ctx.rest = channel_dim, spec
         ctx.save_for_backward(x, gamma, beta, mean, a, *s)
         ctx.mark_non_differentiable(*s)
@@ -246,7 +192,7 @@ class _Train(torch.autograd.Function):
                     dx[at].add_(torch.mul(dy_rows[at], rows.broadcast(a[at]), out=product))
                 else:
                     dx[at].addcmul_(dy_rows[at], rows.broadcast(a[at]))
-            dx = rows.restore(dx, x)
+            dx = rows.restore(dx)
         return dx, None if gamma is None else d_gamma, None if beta is None else d_beta, None, None
 
 
@@ -256,12 +202,12 @@ def _with_number(s: Statistics, x: Tensor) -> Statistics:
 
 
 def _plain(x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec) -> Tensor:
-    return _train(x, gamma, beta, None, channel_dim, spec)[0]
+    s = statistics(measure(x, None, channel_dim), spec)
+    return apply(x, s, gamma, beta, None, channel_dim, spec)
 
 
-def _affine(rows: _Rows, x: Tensor, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def _affine(rows: _Rows, x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """``a x + b`` of some samples."""
-    out = torch.empty_like(x) if out is None else out
     if not rows.channels_first:
         return torch.addcmul(b.unsqueeze(1), x, a.unsqueeze(1), out=out)
     # Batch norm with mean 0 and deviation 1: where a row has one pair, twice as fast as addcmul.

@@ -22,11 +22,11 @@ def train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec
 ) -> tuple[Tensor, Statistics]:
     """Normalize ``x``, float32 or float64, by its own statistics, and return them, detached."""
-    if spec.coefficients:
-        return coefficients.train(x, gamma, beta, mask, channel_dim, spec)
-    rows = hide(x, mask, channel_dim).movedim(channel_dim, -1)
-    s = current(rows, mask, spec)
-    return apply(rows, s, gamma, beta, mask, channel_dim, spec), detached(s)
+    if spec.coefficients and mask is None and coefficients.is_plain_cpu(x):
+        return coefficients.train(x, gamma, beta, channel_dim, spec)
+    x, at = _as_measured(x, mask, channel_dim, spec)
+    s = _measure(x, mask, at, spec)
+    return _normalize(x, s, gamma, beta, mask, at, channel_dim, spec)
 
 
 def infer(
@@ -41,42 +41,51 @@ def infer(
     recall: Recall | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Normalize ``x``, float32 or float64, by the statistics of a configuration, and return them, detached."""
-    if spec.coefficients:
-        return coefficients.infer(x, gamma, beta, mask, channel_dim, spec, population, config, recall)
-    rows = hide(x, mask, channel_dim).movedim(channel_dim, -1)
-    own = current(rows, mask, spec, config)
+    x, at = _as_measured(x, mask, channel_dim, spec)
+    own = _measure(x, mask, at, spec, config)
     own = recall(own) if recall is not None and config.uses_batch else own
     s = formula.choose(config, own, population, torch.where)
-    return apply(rows, s, gamma, beta, mask, channel_dim, spec), detached(s)
+    return _normalize(x, s, gamma, beta, mask, at, channel_dim, spec)
 
 
-def apply(
-    rows: Tensor, s: Statistics, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int,
-    spec: Spec,
-) -> Tensor:  # fmt: skip
-    """Eqs 14-17, or 22-25, of features-last ``rows``; features go back to their dimension, hidden entries are 0."""
-    y = formula.transform(rows, s, gamma, beta, spec=spec, xp=torch)
-    return hide(y.movedim(-1, channel_dim), mask, channel_dim)
+def _as_measured(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> tuple[Tensor, int]:
+    """The input without hidden entries, features last unless it has coefficients, and where they stand."""
+    x = hide(x, mask, channel_dim)
+    return (x, channel_dim) if spec.coefficients else (x.movedim(channel_dim, -1), x.dim() - 1)
 
 
-def detached(s: Statistics) -> Statistics:
-    """The statistics without a gradient."""
-    return Statistics(*(value.detach() for value in s))
+def _measure(x: Tensor, mask: Tensor | None, at: int, spec: Spec, config: StatisticsConfig | None = None) -> Statistics:
+    """Eqs 10-13; what ``config`` does not ask for may be ``None``."""
+    if not spec.coefficients:
+        return current(x, mask, spec, config)
+    if config is not None and not (config.uses_batch or config.uses_features):
+        return Statistics(*[None] * 5)
+    return coefficients.statistics(coefficients.measure(x, mask, at), spec)
+
+
+def _normalize(
+    x: Tensor, s: Statistics, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, at: int,
+    channel_dim: int, spec: Spec,
+) -> tuple[Tensor, Statistics]:  # fmt: skip
+    """Eqs 14-17, or 22-25; hidden entries come out 0. The statistics are returned without a gradient."""
+    if spec.coefficients:
+        y = coefficients.apply(x, s, gamma, beta, mask, at, spec)
+    else:
+        y = formula.transform(x, s, gamma, beta, spec=spec, xp=torch)
+        y = hide(y.movedim(at, channel_dim), mask, channel_dim)
+    return y, Statistics(*(value.detach() for value in s))
 
 
 def current(rows: Tensor, mask: Tensor | None, spec: Spec, config: StatisticsConfig | None = None) -> Statistics:
     """Eqs 10-13, of features-last ``rows`` whose hidden entries are 0; only what ``config`` asks for."""
-    m, entries = count(rows.shape[:-1], mask, spec.per_position)
-    m, entries = (clamp_count(c) for c in (m, entries))
+    m, entries = (clamp_count(c) for c in count(rows.shape[:-1], mask, spec.per_position))
     batch_mean = batch_var = feature_mean = feature_var = None
 
     if config is None or config.uses_batch:
         over = (0,) if spec.per_position else tuple(range(rows.dim() - 1))
         divisor = entries[..., None] if isinstance(entries, Tensor) else entries
         batch_mean = rows.sum(over) / divisor
-        centred = rows - batch_mean
-        if mask is not None:
-            centred = torch.where(mask[..., None], centred, 0)
+        centred = hide(rows - batch_mean, mask, -1)
         batch_var = centred.square().sum(over) / divisor
 
     if config is None or config.uses_features:

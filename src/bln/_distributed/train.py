@@ -12,58 +12,41 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import formula
-from .._backends import coefficients, like, native, operators, triton_for
-from .._masks import count, hide
+from .._autograd import recomputing
+from .._backends import coefficients, like, native, operators, triton_for, widened
+from .._masks import count, hide, positions_of
 from .._masks import present as present_in
 from ..formula import Statistics
 from . import messages
-from .messages import Joined, Sums, Task, add_up, conclude, fit, here, sums_of
+from .messages import Joined, Sums, Task, add_up, agree_on, conclude, fit, here, sums_of
 
 if TYPE_CHECKING:
-    from ..population import Population
+    from torch.distributed import ProcessGroup
+
+    from ..layer import BatchLayerNorm
 
 
-def train(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    task: Task,
-    *,
-    population: Population,
-    momentum: float | None,
-    learning: bool,
-) -> Tensor:
-    """Algorithm 1 of the samples of all ranks: this rank's ``y``.
-
-    Args:
-        x: This rank's samples, checked; possibly none.
-        weight: Gamma.
-        bias: Beta.
-        mask: True at this rank's real entries.
-        task: What to compute, and with whom.
-        population: Averaged with the mini-batch.
-        momentum: Of the population.
-        learning: False where the mini-batch has been seen already.
-    """
+def train(layer: BatchLayerNorm, x: Tensor, mask: Tensor | None, channel_dim: int, group: ProcessGroup) -> Tensor:
+    """Algorithm 1 of the samples of all ranks: this rank's ``y``. It may have no samples."""
+    population, spec, compiling = layer.population, layer.spec, torch.compiler.is_compiling()
+    positions = population.positions_for(positions_of(x, channel_dim, spec))
+    if spec.per_position and not layer.agreed_on_positions and not compiling:
+        agree_on(positions, group, x.device)
+        layer.agreed_on_positions = True
+    task = Task(channel_dim, spec, positions, group, population.batch_mean.dtype)
     # The others know no mask, refuse an empty input, and a compiler does better with plain operators.
-    plain = mask is not None or x.shape[0] == 0 or torch.compiler.is_compiling() or task.spec.groups is not None
-    y: Tensor
-    kernels = None if plain else triton_for(x, task.channel_dim, task.spec, None, weight, bias, population.batch_mean)
+    plain = mask is not None or x.shape[0] == 0 or compiling or spec.groups is not None
+    tensors = x, layer.weight, layer.bias
+    kernels = None if plain else triton_for(x, channel_dim, spec, None, *tensors[1:], population.batch_mean)
     if kernels is not None:
-        y, joined = kernels.ranks.train(x, weight, bias, task)
-        if learning:
-            joined.update(population, momentum, task)
-        return y
-    wide = torch.promote_types(x.dtype, task.dtype)
-    gamma, beta = (None if p is None else p.to(wide) for p in (weight, bias))
-    if plain:
-        y, joined = _plain(x.to(wide), gamma, beta, mask, task)
+        y, joined = kernels.ranks.train(*tensors, task)
     else:
-        y, joined = _native(x.to(wide), gamma, beta, task)
-    if learning:
-        joined.update(population, momentum, task)
-    return like(y, x)
+        wide = widened(*tensors, population.batch_mean)
+        y, joined = _plain(*wide, mask, task) if plain else _native(*wide, task)
+        y = like(y, x)
+    if not recomputing():
+        joined.update(population, layer.momentum, task)
+    return y  # type: ignore[no-any-return]
 
 
 # ---- by plain operators

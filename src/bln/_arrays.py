@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 from . import formula
-from ._positions import sizes
-from ._spec import Spec
+from ._spec import Spec, option
 from .formula import Averages, Priors, Statistics, Total
 
 COUNTERS = ("updates", "samples")
@@ -26,11 +24,13 @@ _INVERSE_M = Statistics._fields.index("inverse_m")
 class Layer:
     """The base of both layers: reads and writes what they hold, as NumPy arrays.
 
-    Besides the methods below, a layer has ``config``, ``spec``, ``momentum`` (the weight of the old value), ``groups``,
-    a variable for each name in ``INITIAL``, and ``_positions``, which is ``None`` while they are unknown. Where
-    ``_calibrating`` is true it runs as in training, and a call that nothing has compiled sets ``_reached``.
+    Besides the methods below, a layer has ``config``, ``momentum`` (the weight of the old value), a variable for each
+    name in ``INITIAL``, and ``_positions``, which is ``None`` while they are unknown. Where ``_calibrating`` is true it
+    runs as in training, and a call that nothing has compiled sets ``_reached``.
     """
 
+    spec: Spec
+    groups, per_position, dim_scale = option("groups"), option("per_position"), option("dim_scale")
     _affine: tuple[str, str]
     """The attributes that hold gamma and beta."""
 
@@ -140,13 +140,6 @@ def by_name(remembered: Averages) -> dict[str, Any]:
     return remembered.statistics._asdict() | {name: getattr(remembered, name) for name in COUNTERS}
 
 
-def feature_axis(name: str, axis: Any) -> int:
-    """Return an argument of this name that says where features stand, checked."""
-    if not isinstance(axis, SupportsIndex) or index(axis) == 0:
-        raise ValueError(f"{name} must be -1 (features last) or another but 0, that of samples; got {axis!r}")
-    return index(axis)
-
-
 def from_front(name: str, axis: int, shape: Sequence[int | None]) -> int:
     """Return the axis of features counted from the front, for inputs of this shape."""
     rank = len(shape)
@@ -156,15 +149,6 @@ def from_front(name: str, axis: int, shape: Sequence[int | None]) -> int:
             f"{tuple(shape)} with {name}={axis}. A single sample needs its own axis: x[None]"
         )
     return axis % rank
-
-
-def check_options(spec: Spec, momentum: float | None, position_shape: Any) -> tuple[int, ...] | None:
-    """Refuse a momentum or positions that cannot be; return the positions as a tuple."""
-    if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
-        raise ValueError(
-            f"momentum must be None (plain average) or in [0, 1], the weight of the old value; got {momentum!r}"
-        )
-    return sizes(position_shape, spec.per_position)
 
 
 def new_weight(momentum: float | None) -> float | None:

@@ -6,16 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
 from . import _arrays, formula
 from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._positions import window
-from ._spec import Spec
+from ._positions import sizes, window
+from ._spec import Spec, check_layer, option, positive
 from .config import StatisticsConfig
 
 try:
@@ -29,54 +28,38 @@ __all__ = ["BatchLayerNorm", "calibrate", "configure", "layers", "reset_statisti
 
 
 class BatchLayerNorm(_arrays.Layer, nnx.Module):
-    """Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+    """Batch Layer Normalization, as ``bln.BatchLayerNorm`` computes it; options are named and counted as in Flax.
 
-    For sample ``n`` of ``m``, position ``p`` and feature ``k`` of ``d``, training computes:
-
-        x_B = (x - mean_B) / sqrt(var_B + eps)
-        x_F = (x - mean_F) / sqrt(var_F + eps)
-        y   = scale * [(1 - 1/m - mix_eps) * x_B + (1/m - mix_eps) * x_F] / sqrt(d) + bias
-
-    The batch statistics ``mean_B`` and ``var_B`` are taken over samples, for each position and feature, the feature
-    statistics ``mean_F`` and ``var_F`` over features, for each sample and position; variances are biased. With running
-    averages ``config`` says for each of the four whether it is the population's or the current mini-batch's. Put the
-    layer after the nonlinearity.
-
-    With ``groups`` it is the form to use in convolutional nets. Batch statistics are then pooled over positions, as in
-    ``nnx.BatchNorm``. Feature statistics are taken over a group of features and all positions, as in
-    ``nnx.GroupNorm``. They see later positions of a sequence: do not use them in a causal model.
-
-    Statistics, counters and the configuration are ``nnx.BatchStat``, so that ``nnx.split(model, nnx.Param,
-    nnx.BatchStat)`` and checkpoints hold all of it. ``model.train()``, ``model.eval()`` and ``nnx.view`` act as on
-    ``nnx.BatchNorm``.
+    Put the layer after the nonlinearity. With ``groups`` it is the form to use in convolutional nets; its statistics
+    see later positions of a sequence, so do not use them in a causal model. Statistics, counters and the configuration
+    are ``nnx.BatchStat``, so that ``nnx.split(model, nnx.Param, nnx.BatchStat)`` and checkpoints hold all of it.
+    ``model.train()``, ``model.eval()`` and ``nnx.view`` act as on ``nnx.BatchNorm``.
 
     Args:
         num_features: The number of features (the paper's d).
         groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
         channel_dim: The dimension of features: last, as everywhere in Flax. (The torch layer has them at 1.)
-        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them over
-            positions, as ``nnx.BatchNorm`` does, and takes any image size or sequence length.
+        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them.
         position_shape: The positions to keep statistics for, such as ``(28, 28)`` or ``80``. ``None`` learns them from
             the first call outside of ``jit``, ``grad`` and the like; a first training call inside is an error. Shorter
             sequences use the first positions.
         use_running_average: Infer instead of train, unless the call says otherwise.
         eps: Added to both variances.
         mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``, with ``groups`` 0.
-        momentum: The weight of the *old* value in the population statistics, as in ``nnx.BatchNorm``: 0.9 here is 0.1
-            in torch. The new value weighs at least ``1/updates``, so that initial values never mix in. ``None``
-            averages all mini-batches since the last ``reset_statistics``, weighted by samples.
+        momentum: The weight of the *old* value in the population statistics: 0.9 here is 0.1 in torch. ``None``
+            averages all mini-batches since the last ``reset_statistics``.
         use_bias: Learn a shift, ``bias``.
         use_scale: Learn a scale, ``scale``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time outside of ``jit``: compiled functions follow, since it is data.
-        dim_scale: Divide by the root of ``num_features``, as the paper does; the default without ``groups``.
-        bias_init: The initializer of ``bias``, as in ``nnx.BatchNorm``.
-        scale_init: The initializer of ``scale``, as in ``nnx.BatchNorm``.
+        dim_scale: Divide by the root of ``num_features``; the default without ``groups``.
+        bias_init: The initializer of ``bias``.
+        scale_init: The initializer of ``scale``.
         axis_name: The axis of ``pmap``, ``shard_map`` or ``vmap`` whose shards are one training mini-batch. Counts and
             sums are added up, so that a shard weighs as much as it has real entries. Inference stays local.
         axis_index_groups: Groups of indices along that axis, each with statistics of its own.
-        dtype: The type of the output; ``None`` infers it from input and parameters, as Flax does. Statistics are
-            computed in float32 at least.
+        dtype: The type of the output; ``None`` infers it from input and parameters. Statistics are computed in float32
+            at least.
         param_dtype: The type of the parameters. Statistics are float64 where this is, else float32.
         rngs: The random keys for the initializers.
 
@@ -95,6 +78,7 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         (1, 8, 8, 16)
     """
 
+    eps, mix_eps = option("eps"), option("mix_eps")
     _affine = ("scale", "bias")
 
     def __init__(
@@ -121,14 +105,11 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        if not isinstance(num_features, SupportsIndex) or index(num_features) < 1:
-            raise ValueError(f"num_features must be an integer of at least 1, got {num_features!r}")
-        spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
-        positions = _arrays.check_options(spec, momentum, position_shape)
-        self.num_features = index(num_features)
-        spec.check_features(self.num_features)
-        self.groups, self.per_position, self.eps, self.mix_eps, self.dim_scale = spec
-        self.channel_dim = _arrays.feature_axis("channel_dim", channel_dim)
+        self.num_features = positive("num_features must be", num_features)
+        self.spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
+        self.spec.check_features(self.num_features)
+        self.channel_dim = check_layer("channel_dim", channel_dim, -1, momentum, "old")
+        positions = sizes(position_shape, self.per_position)
         self.without_positions = not self.per_position
         self.use_running_average = use_running_average
         self.momentum = momentum
@@ -145,11 +126,6 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         for name, size in formula.shapes(positions or (), *shape, self.groups).items():
             kind = jnp.int32 if name in _arrays.COUNTERS else kept
             setattr(self, name, nnx.BatchStat(jnp.full(size, _arrays.INITIAL[name], kind)))
-
-    @property
-    def spec(self) -> Spec:
-        """The options of the equations."""
-        return Spec(self.groups, self.per_position, self.eps, self.mix_eps, self.dim_scale)
 
     @property
     def position_shape(self) -> tuple[int, ...] | None:

@@ -12,7 +12,8 @@ import numpy as np
 from . import _arrays, formula
 from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._spec import Spec
+from ._positions import sizes
+from ._spec import Spec, check_layer, option
 from .config import StatisticsConfig
 
 try:
@@ -48,50 +49,35 @@ _PARAMETER_OPTIONS = {
 
 @keras.saving.register_keras_serializable(package="bln")
 class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
-    """Batch Layer Normalization: batch and layer normalization, mixed by the inverse of the mini-batch size.
+    """Batch Layer Normalization, as ``bln.BatchLayerNorm`` computes it; options are named and counted as in Keras.
 
-    For sample ``n`` of ``m``, position ``p`` and feature ``k`` of ``d``, training computes:
-
-        x_B = (x - mean_B) / sqrt(var_B + epsilon)
-        x_F = (x - mean_F) / sqrt(var_F + epsilon)
-        y   = gamma * [(1 - 1/m - mix_epsilon) * x_B + (1/m - mix_epsilon) * x_F] / sqrt(d) + beta
-
-    The batch statistics ``mean_B`` and ``var_B`` are taken over samples, for each position and feature, the feature
-    statistics ``mean_F`` and ``var_F`` over features, for each sample and position; variances are biased. At inference
-    ``config`` says for each of the four whether it is the population's or the current mini-batch's. Put the layer after
-    the nonlinearity.
-
-    With ``groups`` it is the form to use in convolutional nets. Batch statistics are then pooled over positions, as in
-    ``BatchNormalization``. Feature statistics are taken over a group of features and all positions, as in
-    ``GroupNormalization``. They see later positions of a sequence: do not use them in a causal model.
-
-    A mask, such as that of ``Embedding(mask_zero=True)``, marks real entries. Hidden ones enter no statistic and come
-    out 0, and ``m`` is counted at each position. Statistics are float32 unless the dtype policy is float64. With
-    ``trainable = False`` the layer acts as in inference, as ``keras.layers.BatchNormalization`` does.
+    Put the layer after the nonlinearity. With ``groups`` it is the form to use in convolutional nets; its statistics
+    see later positions of a sequence, so do not use them in a causal model. A mask, such as that of
+    ``Embedding(mask_zero=True)``, marks real entries: hidden ones enter no statistic and come out 0. Statistics are
+    float32 unless the dtype policy is float64. With ``trainable = False`` the layer acts as in inference, as
+    ``keras.layers.BatchNormalization`` does.
 
     Args:
         axis: The axis of features; never 0, which is that of samples.
         groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
-        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them over
-            positions, as ``BatchNormalization`` does, and takes any image size or sequence length.
+        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them.
         position_shape: The positions to keep statistics for, such as ``(28, 28)`` or ``80``. ``None`` takes them from
             the input shape. Shorter sequences use the first positions.
         epsilon: Added to both variances.
         mix_epsilon: The epsilon of the mixing weights; ``None`` is ``epsilon``, with ``groups`` 0.
-        momentum: The weight of the *old* value in the population statistics, as Keras has it: 0.9 here is 0.1 in
-            torch. The new value weighs at least ``1/updates``, so that initial values never mix in. ``None`` averages
-            all mini-batches since the last reset, weighted by samples: see ``ResetStatistics``.
+        momentum: The weight of the *old* value in the population statistics: 0.9 here is 0.1 in torch. ``None``
+            averages all mini-batches since the last reset: see ``ResetStatistics``.
         center: Learn a shift, ``beta``.
         scale: Learn a scale, ``gamma``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time: compiled functions follow. It is saved with the weights.
-        dim_scale: Divide by the root of the number of features, as the paper does; the default without ``groups``.
-        beta_initializer: As Keras's own normalization layers take it.
-        gamma_initializer: As Keras's own normalization layers take it.
-        beta_regularizer: Likewise.
-        gamma_regularizer: Likewise.
-        beta_constraint: Likewise.
-        gamma_constraint: Likewise.
+        dim_scale: Divide by the root of the number of features; the default without ``groups``.
+        beta_initializer: This and the next ones are what Keras's own normalization layers take.
+        gamma_initializer: Of the scale.
+        beta_regularizer: Of the shift.
+        gamma_regularizer: Of the scale.
+        beta_constraint: Of the shift.
+        gamma_constraint: Of the scale.
         **kwargs: ``name``, ``dtype`` and so on.
 
     Shape:
@@ -107,6 +93,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         True
     """
 
+    epsilon, mix_epsilon = option("eps"), option("mix_eps")
     _affine = ("gamma", "beta")
 
     def __init__(
@@ -131,13 +118,10 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        spec = Spec.of(groups, per_position, epsilon, mix_epsilon, dim_scale)
-        self.position_shape = _arrays.check_options(spec, momentum, position_shape)
-        self.groups, self.per_position, self.epsilon, self.mix_epsilon, self.dim_scale = spec
-        self.axis = _arrays.feature_axis("axis", axis)
-        self.momentum = momentum
-        self.center = center
-        self.scale = scale
+        self.spec = Spec.of(groups, per_position, epsilon, mix_epsilon, dim_scale)
+        self.position_shape = sizes(position_shape, self.per_position)
+        self.axis = check_layer("axis", axis, -1, momentum, "old")
+        self.momentum, self.center, self.scale = momentum, center, scale
         of_beta = beta_initializer, beta_regularizer, beta_constraint
         of_gamma = gamma_initializer, gamma_regularizer, gamma_constraint
         for (name, library), given in zip(_PARAMETER_OPTIONS.items(), of_beta + of_gamma, strict=True):
@@ -149,11 +133,6 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         self._calibrating = self._reached = False
 
     # ---- configuration
-
-    @property
-    def spec(self) -> Spec:
-        """The options of the equations."""
-        return Spec(self.groups, self.per_position, self.epsilon, self.mix_epsilon, self.dim_scale)
 
     @property
     def config(self) -> StatisticsConfig:
@@ -185,20 +164,20 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         self._positions = self._positions_of(shape[1:axis] + shape[axis + 1 :], shape)
         self.input_spec = keras.layers.InputSpec(ndim=len(shape), axes={axis: features})
 
-        def add(name: str, shape: tuple[int, ...], initializer: Any, **options: Any) -> None:
-            weight = self.add_weight(shape=shape, name=name, initializer=initializer, autocast=False, **options)
-            setattr(self, "_priors" if name == "config" else name, weight)
+        def add(name: str, shape: tuple[int, ...], value: Any = None, **options: Any) -> Any:
+            if value is not None:
+                options |= {"trainable": False, "initializer": lambda shape, dtype: _filled(value, shape, dtype)}
+            return self.add_weight(shape=shape, name=name, autocast=False, **options)
 
+        kinds = "initializer", "regularizer", "constraint"
         for name, wanted in (("gamma", self.scale), ("beta", self.center)):
             if wanted:
-                options = {
-                    kind: getattr(self, f"{name}_{kind}") for kind in ("initializer", "regularizer", "constraint")
-                }
-                add(name, (features,), **options)
+                options = {kind: getattr(self, f"{name}_{kind}") for kind in kinds}
+                setattr(self, name, add(name, (features,), **options))
         for name, size in formula.shapes(self._positions, features, self.groups).items():
             kind = "int" if name in _arrays.COUNTERS else _wide(self.variable_dtype)
-            add(name, size, _constant(_arrays.INITIAL[name]), dtype=kind, trainable=False)
-        add("config", (4,), _constant(self._config.priors), dtype="float32", trainable=False)
+            setattr(self, name, add(name, size, _arrays.INITIAL[name], dtype=kind))
+        self._priors = add("config", (4,), self._config.priors, dtype="float32")
 
     def _positions_of(self, positions: tuple[int | None, ...], shape: tuple[int | None, ...]) -> tuple[int, ...]:
         """Return the positions to keep statistics for."""
@@ -274,9 +253,8 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         variable.assign(ops.array(value, variable.dtype))
 
 
-def _constant(value: Any) -> Any:
-    """Return an initializer with this value."""
-    return lambda shape, dtype=None: ops.array(np.broadcast_to(value, shape), dtype)
+def _filled(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    return ops.array(np.broadcast_to(value, shape), dtype)
 
 
 def _wide(*dtypes: Any) -> str:

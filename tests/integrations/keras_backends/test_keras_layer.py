@@ -494,7 +494,7 @@ class TestTraining:
         ({"axis": 0}, "axis must be -1"),
         ({"epsilon": 0}, "must be a positive number"),
         ({"mix_epsilon": 1.0}, "must be None .* or in"),
-        ({"momentum": 1.5}, "weight of the old value; got 1.5"),
+        ({"momentum": 1.5}, "got 1.5; it is the weight of the old value"),
         ({"position_shape": 0}, "must hold positive sizes"),
         ({"position_shape": 3, "per_position": False}, "goes with per_position=True"),
         ({"config": "TTF"}, "is not a configuration"),

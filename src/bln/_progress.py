@@ -1,16 +1,16 @@
-"""A progress bar, shown where rich is installed and standard error is a terminal."""
+"""Going through batches: a progress bar, and a refusal of those that can be gone through once only."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Sized
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Iterator, Sized
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 def track(items: Iterable[T], description: str) -> Generator[T]:
-    """Iterate over ``items`` with a progress bar on standard error."""
+    """Iterate over ``items`` with a progress bar, where rich is installed and standard error is a terminal."""
     try:
         from rich.console import Console
         from rich.progress import track as rich_track
@@ -22,3 +22,9 @@ def track(items: Iterable[T], description: str) -> Generator[T]:
     yield from rich_track(
         items, description, total=total, console=console, transient=True, disable=not console.is_terminal
     )
+
+
+def check_repeatable(batches: Any, why: str) -> None:
+    """Refuse an iterator; ``why`` ends the error."""
+    if isinstance(batches, Iterator):
+        raise TypeError(f"{type(batches).__name__} can be gone through once only, and {why}")

@@ -77,8 +77,9 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
         where = f"{name!r} to {other!r}"
         fitted[other], wrong = _fit(states[name], wanted[other])
         problems += [f"{where}: {text}" for text in wrong]
-        if not _same_momentum(states[name].momentum, wanted[other].momentum):
-            momenta.append(f"{where}: {states[name].momentum}, {wanted[other].momentum}")
+        new_weights = states[name].momentum, wanted[other].momentum
+        if not math.isclose(*(math.inf if weight is None else weight for weight in new_weights), abs_tol=1e-9):
+            momenta.append(f"{where}: {new_weights[0]}, {new_weights[1]}")
     if problems:
         hint = "" if names is not None or len(pairs) == 1 else "; if layers were paired wrongly, pass names="
         raise ValueError(f"cannot transfer, nothing was changed. {'; '.join(problems)}{hint}")
@@ -123,10 +124,6 @@ def _refuse_ambiguous(found: dict[str, State]) -> None:
             )
 
 
-def _same_momentum(a: float | None, b: float | None) -> bool:
-    return a == b if a is None or b is None else math.isclose(a, b, abs_tol=1e-9)
-
-
 def _fit(source: State, target: State) -> tuple[State, list[str]]:
     """Return the source's state in the shapes and types of the target, and what does not fit."""
     problems = [
@@ -134,18 +131,17 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
         for name, value, other in zip(Spec._fields, source.spec, target.spec, strict=True)
         if value != other
     ]
-    if problems:  # nor need the shapes correspond
-        return source, problems
     known = source.positions if target.positions is None else target.positions
-    if source.positions not in (None, known):
-        problems.append(f"statistics for positions {source.positions} in the source, {known} in the target")
-    problems += [
-        f"only the {'source' if name in source.tensors else 'target'} has a {name} parameter"
-        for name in sorted(source.tensors.keys() ^ target.tensors.keys())
-    ]
-    features, there = (state.tensors["batch_mean"].shape[-1] for state in (source, target))
-    if features != there:
-        problems.append(f"{features} features in the source, {there} in the target")
+    if not problems:  # else shapes need not correspond
+        if source.positions not in (None, known):
+            problems.append(f"statistics for positions {source.positions} in the source, {known} in the target")
+        problems += [
+            f"only the {'source' if name in source.tensors else 'target'} has a {name} parameter"
+            for name in sorted(source.tensors.keys() ^ target.tensors.keys())
+        ]
+        features, there = (state.tensors["batch_mean"].shape[-1] for state in (source, target))
+        if features != there:
+            problems.append(f"{features} features in the source, {there} in the target")
     if problems:
         return source, problems
     tensors = {}
@@ -164,7 +160,8 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
 
 def read(layer: Any) -> State:
     """Return all that a layer holds, as copies on the CPU."""
-    if _of_torch(layer):
+    of_torch = not isinstance(layer, _arrays.Layer)
+    if of_torch:
         population, momentum = layer.population, layer.momentum
         held = {"scale": layer.weight, "shift": layer.bias, **dict(population.named_buffers())}
         tensors = {name: t.detach().cpu().clone() for name, t in held.items() if t is not None}
@@ -181,27 +178,21 @@ def read(layer: Any) -> State:
 def write(layer: Any, state: State) -> None:
     """Give a layer the state of another, which fits."""
     values, pooled = dict(state.tensors), state.positions == ()
-    if _of_torch(layer):
+    of_torch = not isinstance(layer, _arrays.Layer)
+    if of_torch:
         for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):
             if parameter is not None:
                 parameter.copy_(values.pop(name))
         device = layer.population.batch_mean.device
         layer.population.restore((pooled, {name: value.to(device) for name, value in values.items()}))
     else:
-        layer._restore({name: _numpy(value) for name, value in values.items()} | {"without_positions": pooled})
+        # NumPy lacks bfloat16.
+        arrays = {name: (v.float() if v.dtype is torch.bfloat16 else v).numpy() for name, v in values.items()}
+        layer._restore(arrays | {"without_positions": pooled})
     layer.config = state.config
-
-
-def _of_torch(layer: Any) -> bool:
-    return not isinstance(layer, _arrays.Layer)
 
 
 def _tensor(array: Any) -> Tensor:
     """Return a copy of a NumPy array; torch does not read its bfloat16."""
     name = str(array.dtype)
     return torch.tensor(array.astype("float32") if name == "bfloat16" else array).to(getattr(torch, name))
-
-
-def _numpy(tensor: Tensor) -> Any:
-    """Return a tensor as a NumPy array, in float32 where NumPy lacks the type."""
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()

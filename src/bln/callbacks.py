@@ -23,6 +23,7 @@ from torch import nn
 
 from ._install import install
 from ._models.calibrate import calibrate, required_layers
+from ._progress import check_repeatable
 
 T = TypeVar("T")
 
@@ -47,11 +48,9 @@ class reset_each_epoch(Generic[T]):
 
     def __init__(self, model: nn.Module, batches: Iterable[T]) -> None:
         required_layers(model)
-        if isinstance(batches, Iterator):
-            raise TypeError(
-                f"{type(batches).__name__} can be gone through once only, so it has no epochs; give a DataLoader, a "
-                "list, or call bln.reset_statistics(model) at each epoch's start"
-            )
+        check_repeatable(
+            batches, "it has no epochs; give a DataLoader, a list, or call bln.reset_statistics(model) at each start"
+        )
         self.model, self.batches = model, batches
 
     def __iter__(self) -> Iterator[T]:
@@ -71,23 +70,13 @@ def _reset(model: nn.Module) -> None:
 
 
 class _Calibration:
-    """The base of the callbacks that calibrate.
-
-    Args:
-        batches: Training batches that can be iterated several times: a ``DataLoader``, a list.
-        step: As in ``bln.calibrate``.
-        progress: As in ``bln.calibrate``.
-    """
+    """The base of the callbacks that calibrate; its arguments are those of ``bln.calibrate``."""
 
     def __init__(
         self, batches: Iterable[Any], *, step: Callable[[nn.Module, Any], Any] | None = None, progress: bool = False
     ) -> None:
         super().__init__()
-        if isinstance(batches, Iterator):
-            raise TypeError(
-                f"{type(batches).__name__} can be gone through once only, and each evaluation needs it; give a "
-                "DataLoader or a list"
-            )
+        check_repeatable(batches, "each evaluation needs it; give a DataLoader or a list")
         self.batches, self.step, self.progress = batches, step, progress
 
     def calibrate(self, model: nn.Module, several: bool) -> None:
@@ -100,15 +89,20 @@ class _Calibration:
 
 def __getattr__(name: str) -> Any:
     """Define the callbacks as classes of this module, so that they can be pickled."""
-    if name in ("LightningCalibrate", "LightningReset"):
-        made = _for_lightning(_import("lightning.pytorch", "lightning").Callback)[name]
-    elif name in ("TrainerCalibrate", "TrainerReset"):
-        made = _for_transformers(_import("transformers", "transformers").TrainerCallback)[name]
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made.__qualname__ = name
-    globals()[name] = made
-    return made
+    for prefix, library, package, base, define in (
+        ("Lightning", "lightning.pytorch", "lightning", "Callback", _for_lightning),
+        ("Trainer", "transformers", "transformers", "TrainerCallback", _for_transformers),
+    ):
+        if name in (f"{prefix}Calibrate", f"{prefix}Reset"):
+            try:
+                defined = define(getattr(import_module(library), base))
+            except ImportError as error:
+                message = f"this callback takes {package}, which is not installed: {install(package)}"
+                raise ImportError(message) from error
+            made = globals()[name] = defined[name]
+            made.__qualname__ = name
+            return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _for_lightning(base: Any) -> dict[str, Any]:
@@ -142,23 +136,13 @@ def _for_transformers(base: Any) -> dict[str, Any]:
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
             if control.should_evaluate:  # the trainer's own callback, which decides, is called first
-                self._once(args, state, model)
+                self.on_train_end(args, state, control, model)
 
         on_epoch_end = on_step_end
 
         def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-            self._once(args, state, model)
-
-        def _once(self, args: Any, state: Any, model: nn.Module) -> None:
             if self._at != state.global_step:
                 self.calibrate(model, args.world_size > 1)
                 self._at = state.global_step
 
     return {"TrainerReset": TrainerReset, "TrainerCalibrate": TrainerCalibrate}
-
-
-def _import(module: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(f"this callback takes {extra}, which is not installed: {install(extra)}") from error

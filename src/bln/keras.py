@@ -13,6 +13,7 @@ from . import _arrays, formula
 from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
 from ._positions import sizes
+from ._progress import check_repeatable
 from ._spec import Spec, check_layer, option
 from .config import StatisticsConfig
 
@@ -346,11 +347,7 @@ class Calibrate(keras.callbacks.Callback):
 
     def __init__(self, batches: Iterable[Any], *, progress: bool = False) -> None:
         super().__init__()
-        if isinstance(batches, Iterator):
-            raise TypeError(
-                f"{type(batches).__name__} can be gone through once only, and each evaluation needs its batches; give "
-                "a tf.data.Dataset, a DataLoader or a list"
-            )
+        check_repeatable(batches, "each evaluation needs it; give a tf.data.Dataset, a DataLoader or a list")
         self.batches, self.progress = batches, progress
 
     def on_test_begin(self, logs: Any = None) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from . import formula
-from ._arrays import INITIAL, averages, by_name
 from ._frameworks import framework
 from ._progress import track
 from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult, ranked
 from ._search.result import averages as scores
 from .config import StatisticsConfig, choices, configure_layers
+from .formula import INITIAL, Averages
 
 Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
 Metric = str | Callable[[Any, Any], Any]
@@ -116,7 +116,7 @@ def calibrate(
                 raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
             else:
                 old = {key: formula.expand(np, key, before[name][key], after[key].shape) for key in INITIAL}
-                layer._restore(by_name(formula.complete(np, averages(after), averages(old), layer.groups)))
+                layer._restore(formula.complete(np, Averages.of(after), Averages.of(old), layer.groups).by_name())
     except BaseException:
         for name, layer in found.items():
             layer._restore(before[name])

@@ -10,12 +10,8 @@ from typing import Any, NamedTuple
 
 from . import formula
 from ._spec import Spec, option
-from .formula import Averages, Priors, Statistics, Total
+from .formula import COUNTERS, INITIAL, Averages, Priors, Statistics, Total
 
-COUNTERS = ("updates", "samples")
-"""They hold integers, with a row for each statistic."""
-INITIAL = {name: int(name.endswith("_var")) for name in Statistics._fields + COUNTERS}
-"""What a layer remembers, and the value each starts from."""
 _MOST_SAMPLES = 2**31 - 1
 """Samples are counted up to this: JAX has int32 unless told otherwise. The average then forgets very slowly."""
 _INVERSE_M = Statistics._fields.index("inverse_m")
@@ -116,28 +112,18 @@ class Call(NamedTuple):
     def _known(self) -> Averages:
         """Return what is remembered, at the positions of the input."""
         if self.length is None:
-            return averages(self.arrays)
-        return averages({name: self.arrays[name][self._index(name, slice(self.length))] for name in INITIAL})
+            return Averages.of(self.arrays)
+        return Averages.of({name: self.arrays[name][self._index(name, slice(self.length))] for name in INITIAL})
 
     def _whole(self, after: Averages) -> dict[str, Any]:
         """Return ``after`` by name, with the old values at positions beyond the input's."""
-        values = by_name(after)
+        values = after.by_name()
         for name, value in values.items():
             old, beyond = self.arrays[name], self._index(name, slice(self.length, None))
             if beyond is not ...:
                 joined = self.xp.concatenate([value, old[beyond]], axis=len(beyond) - 1)
                 values[name] = self.xp.reshape(joined, old.shape)
         return values
-
-
-def averages(values: Mapping[str, Any]) -> Averages:
-    """Return what a layer remembers from its parts by name."""
-    return Averages(Statistics(*(values[name] for name in Statistics._fields)), *(values[name] for name in COUNTERS))
-
-
-def by_name(remembered: Averages) -> dict[str, Any]:
-    """Return the parts of what a layer remembers by name."""
-    return remembered.statistics._asdict() | {name: getattr(remembered, name) for name in COUNTERS}
 
 
 def from_front(name: str, axis: int, shape: Sequence[int | None]) -> int:

@@ -124,8 +124,8 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         self.priors = nnx.BatchStat(_priors(config))
         kept = jnp.promote_types(param_dtype, jnp.float32)
         for name, size in formula.shapes(positions or (), *shape, self.groups).items():
-            kind = jnp.int32 if name in _arrays.COUNTERS else kept
-            setattr(self, name, nnx.BatchStat(jnp.full(size, _arrays.INITIAL[name], kind)))
+            kind = jnp.int32 if name in formula.COUNTERS else kept
+            setattr(self, name, nnx.BatchStat(jnp.full(size, formula.INITIAL[name], kind)))
 
     @property
     def position_shape(self) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ the paper, and each line that is an equation carries its number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,6 +75,21 @@ class Averages(NamedTuple):
     """How many mini-batches each statistic averages, in a row for each statistic."""
     samples: Any
     """How many samples each statistic averages, in a row for each statistic."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Averages:
+        """What is remembered, from its parts by name."""
+        return cls(Statistics(*(values[name] for name in Statistics._fields)), *(values[name] for name in COUNTERS))
+
+    def by_name(self) -> dict[str, Any]:
+        """The parts of what is remembered."""
+        return self.statistics._asdict() | {"updates": self.updates, "samples": self.samples}
+
+
+COUNTERS = ("updates", "samples")
+"""They hold integers, with a row for each statistic."""
+INITIAL = {name: int(name.endswith("_var")) for name in Statistics._fields + COUNTERS}
+"""What a layer remembers, and the value each starts from."""
 
 
 class Moments(NamedTuple):
@@ -287,7 +302,7 @@ def shapes(positions: tuple[int, ...], features: int, groups: int | None) -> dic
     batch, counters = (*positions, features), (len(Statistics._fields), *positions)
     feature = positions if groups is None else (groups,)
     values = batch, batch, feature, feature, positions, counters, counters
-    return dict(zip((*Statistics._fields, "updates", "samples"), values, strict=True))
+    return dict(zip(INITIAL, values, strict=True))
 
 
 def bessel(count: Any) -> Any:
@@ -428,15 +443,8 @@ def _known(shape: Any) -> tuple[int, ...]:
     return tuple(-1 if size is None else size for size in shape)
 
 
-class Coefficients(NamedTuple):
-    """The grouped layer with pooled batch statistics as ``y = a x + b``, one pair for each sample and feature."""
-
-    a: Any
-    b: Any
-
-
-def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Spec) -> Coefficients:
-    """Return eqs 14-17, or 22-25, sorted by ``x``."""
+def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Spec) -> tuple[Any, Any]:
+    """Return eqs 14-17, or 22-25, sorted by ``x``: ``a`` and ``b`` of ``y = a x + b``."""
     assert spec.groups is not None
     w_B, w_F = weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
     slope_B = w_B / (s.batch_var + spec.eps) ** 0.5
@@ -448,20 +456,15 @@ def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Sp
     )
     if gamma is not None:
         a, b = gamma * a, gamma * b
-    return Coefficients(a, -b if beta is None else beta - b)
+    return a, -b if beta is None else beta - b
 
 
-class Gradients(NamedTuple):
-    """The derivative of the grouped layer, ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta."""
+def gradients(
+    xp: Any, s: Statistics, moments: Moments, sums: Any, dots: Any, gamma: Any, spec: Spec
+) -> tuple[Any, Any, Any, Any]:
+    """Return ``c1`` and ``c0`` of ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta.
 
-    c1: Any
-    c0: Any
-    gamma: Any
-    beta: Any
-
-
-def gradients(xp: Any, s: Statistics, moments: Moments, sums: Any, dots: Any, gamma: Any, spec: Spec) -> Gradients:
-    """Apply the chain rule through ``coefficients`` and the statistics of training, from sums over positions alone.
+    This is the chain rule through ``coefficients`` and the statistics of training, from sums over positions alone.
 
     Args:
         xp: The library.
@@ -496,7 +499,7 @@ def gradients(xp: Any, s: Statistics, moments: Moments, sums: Any, dots: Any, ga
     slope_F = scale_F * xp.sum(x_F, axis=-1, keepdims=True) * r_F
     offset_B = slope_B * s.batch_mean - scale_B * total
     offset_F = slope_F * mean_F - scale_F * xp.sum(g_sums, axis=-1, keepdims=True)
-    return Gradients(
+    return (
         -_flat(xp, _by_group(xp, slope_B, spec.groups) + slope_F),
         _flat(xp, _by_group(xp, offset_B, spec.groups) + offset_F),
         d_gamma,

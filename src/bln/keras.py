@@ -176,8 +176,8 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
                 options = {kind: getattr(self, f"{name}_{kind}") for kind in kinds}
                 setattr(self, name, add(name, (features,), **options))
         for name, size in formula.shapes(self._positions, features, self.groups).items():
-            kind = "int" if name in _arrays.COUNTERS else _wide(self.variable_dtype)
-            setattr(self, name, add(name, size, _arrays.INITIAL[name], dtype=kind))
+            kind = "int" if name in formula.COUNTERS else _wide(self.variable_dtype)
+            setattr(self, name, add(name, size, formula.INITIAL[name], dtype=kind))
         self._priors = add("config", (4,), self._config.priors, dtype="float32")
 
     def _positions_of(self, positions: tuple[int | None, ...], shape: tuple[int | None, ...]) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         if mask is not None:
             mask = _boolean(mask, tuple(rows.shape[:-1]), tuple(inputs.shape))
         values = {
-            name: v if v is None else ops.convert_to_tensor(v) if name in _arrays.COUNTERS else ops.cast(v, dtype)
+            name: v if v is None else ops.convert_to_tensor(v) if name in formula.COUNTERS else ops.cast(v, dtype)
             for name, v in self._variables().items()
         }
         call = _arrays.Call(ops, self.spec, values, self._length(rows))

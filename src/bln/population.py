@@ -14,10 +14,9 @@ from . import _positions, formula
 from ._masks import clamp_count, count, is_host_readable, samples_at
 from ._masks import present as samples_in
 from ._spec import Spec
-from .formula import Averages, MiniBatch, Statistics
+from .formula import COUNTERS, INITIAL, Averages, MiniBatch, Statistics
 
 STATISTICS = Statistics._fields
-_COUNTERS = ("updates", "samples")
 Snapshot = tuple[bool, dict[str, Tensor]]
 
 
@@ -57,7 +56,7 @@ class Population(nn.Module):
         self.without_positions = position_shape == ()
         dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, shape in self._shapes(position_shape or ()).items():
-            kind = torch.int64 if name in _COUNTERS else dtype
+            kind = torch.int64 if name in COUNTERS else dtype
             self.register_buffer(name, torch.empty(shape, dtype=kind, device=device))
         self.reset()
 
@@ -74,7 +73,7 @@ class Population(nn.Module):
     def reset(self) -> None:
         """Forget: mean 0, variance 1, no mini-batch seen. Known positions stay known."""
         for name, buffer in self.named_buffers():
-            buffer.fill_(1 if name.endswith("_var") else 0)
+            buffer.fill_(INITIAL[name])
 
     @torch.no_grad()
     def mark_seen(self, names: list[str], updates: int | Tensor, m: int = 1) -> None:
@@ -87,12 +86,12 @@ class Population(nn.Module):
 
     def statistics(self, positions: tuple[int, ...], m: int | Tensor) -> Statistics:
         """The statistics at the input's positions; where nothing was seen yet, ``m`` is that of the input."""
-        window = self._window(positions)
+        at = window(positions, self.position_shape)
         values = Statistics(*(getattr(self, name) for name in STATISTICS))
         seen = self.updates[STATISTICS.index("inverse_m")] > 0
-        if len(window) > 0:  # not "if window", of which a compiler makes a graph for each length
+        if len(at) > 0:  # not "if at", of which a compiler makes a graph for each length
             features = values.feature_mean, values.feature_var
-            values, seen = Statistics(*(value[window] for value in values)), seen[window]
+            values, seen = Statistics(*(value[at] for value in values)), seen[at]
             if self.groups is not None:  # those have no positions
                 values = values._replace(feature_mean=features[0], feature_var=features[1])
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
@@ -105,13 +104,9 @@ class Population(nn.Module):
 
     def positions_for(self, positions: tuple[int, ...]) -> tuple[int, ...]:
         """All positions statistics are kept for, where an input with these comes in."""
-        self._window(positions)
         known = self.position_shape
+        window(positions, known)
         return positions if known is None else known
-
-    def _window(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the slices of the known positions that an input uses."""
-        return window(positions, self.position_shape)
 
     # ---- learning
 
@@ -138,9 +133,7 @@ class Population(nn.Module):
                 in. ``None`` averages all mini-batches since the last reset, weighted by their samples.
             present: The samples with any real entry, where ``mask`` does not say.
         """
-        if self.position_shape is None:
-            self.learn_positions(positions)
-        window = self._window(positions)
+        at = self.expect(positions)
         if present is None:
             # Pooled, and where nothing is hidden, m is that.
             counted = mask is None or self.groups is None or not self.position_shape
@@ -149,10 +142,11 @@ class Population(nn.Module):
         updates, samples, dtype = self.updates, self.samples, self.inverse_m.dtype
         kept = [getattr(self, name) for name in STATISTICS]
         values: Any = new if new.batch_mean.dtype == dtype else [value.to(dtype) for value in new]
-        if len(window) > 0:
-            updates, samples = updates[:, *window], samples[:, *window]
-            for at, name in enumerate(STATISTICS):  # in a comprehension, too, there would be a graph for each length
-                kept[at] = self._at(name, kept[at], window)
+        if len(at) > 0:
+            updates, samples = updates[:, *at], samples[:, *at]
+            for row, name in enumerate(STATISTICS):  # in a comprehension, too, there would be a graph for each length
+                if self.groups is None or not name.startswith("feature"):  # those of groups have no positions
+                    kept[row] = kept[row][at]
         if is_host_readable(new.batch_var) and isinstance(m, int) and present == m > 0 and entries > 1:
             # Mostly all counts are the same, and one number does for all weights: a third less time with small inputs.
             if not all(value.max().item() < math.inf for value in (new.batch_var, new.feature_var)):  # nor NaN
@@ -169,7 +163,7 @@ class Population(nn.Module):
             torch, Averages(Statistics(*kept), updates, samples), MiniBatch(Statistics(*values), *counts),
             momentum, self.groups,
         )  # fmt: skip
-        for old, value in zip((*kept, updates, samples), (*after.statistics, *after[1:]), strict=True):
+        for old, value in zip((*kept, updates, samples), after.by_name().values(), strict=True):
             # Through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.
             old.detach().copy_(value)
 
@@ -204,15 +198,11 @@ class Population(nn.Module):
         entries = entries[..., None] if isinstance(entries, Tensor) else entries
         return formula.unbiased(own, entries, present if self.groups is not None else m)
 
-    def _at(self, name: str, value: Tensor, window: tuple[slice, ...]) -> Tensor:
-        """A statistic at some positions; grouped feature statistics have none."""
-        return value if self.groups is not None and name.startswith("feature") else value[window]
-
-    def expect(self, positions: tuple[int, ...]) -> None:
-        """Learn these positions, if none are known; refuse ones that do not fit."""
+    def expect(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
+        """Learn these positions, if none are known, and return their slices of those known; refuse others."""
         if self.position_shape is None:
             self.learn_positions(positions)
-        self._window(positions)
+        return window(positions, self.position_shape)
 
     def learn_positions(self, positions: tuple[int, ...]) -> None:
         """Keep statistics for these positions from now on; each starts with what is known so far."""
@@ -266,12 +256,8 @@ class Population(nn.Module):
         """Take from the snapshot what was not learned since, and ``1/m`` wherever it was known."""
         shapes = self._shapes(self.position_shape or ())
         old = {name: spread(snapshot[1][name], name, shape) for name, shape in shapes.items()}
-        after, before = (
-            Averages(Statistics(*(values[name] for name in STATISTICS)), *(values[name] for name in _COUNTERS))
-            for values in (dict(self.named_buffers()), old)
-        )
-        completed = formula.complete(torch, after, before, self.groups)
-        for name, value in zip(STATISTICS + _COUNTERS, (*completed.statistics, *completed[1:]), strict=True):
+        after, before = Averages.of(dict(self.named_buffers())), Averages.of(old)
+        for name, value in formula.complete(torch, after, before, self.groups).by_name().items():
             getattr(self, name).copy_(value)
 
     # ---- moving and loading
@@ -304,22 +290,13 @@ class Population(nn.Module):
 
     def _saved(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
         """The statistics and counters of a state dict, by name."""
-        found = {name: state_dict.get(prefix + name) for name in STATISTICS + _COUNTERS}
+        found = {name: state_dict.get(prefix + name) for name in INITIAL}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load all or nothing, agreeing on positions first where only one side knows them."""
         if reason := self.refusal(state_dict, prefix):
-            error_msgs.append(f"size mismatch for {prefix}: {reason}")
+            args[-1].append(f"size mismatch for {prefix}: {reason}")
             return
         saved = self._saved(state_dict, prefix)
         if "batch_mean" in saved:
@@ -330,10 +307,8 @@ class Population(nn.Module):
             elif known and not positions:
                 shapes = self._shapes(known)
                 state_dict.update({prefix + name: spread(t, name, shapes[name]) for name, t in saved.items()})
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        for name in STATISTICS + _COUNTERS:  # they may have been assigned, as they were in the dict
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name in INITIAL:  # they may have been assigned, as they were in the dict
             value = getattr(self, name)
             if _narrow(value) or not value.is_contiguous():
                 setattr(self, name, (value.float() if _narrow(value) else value).contiguous())

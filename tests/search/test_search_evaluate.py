@@ -389,3 +389,26 @@ def test_one_copy_too_large_is_the_users_error():
     trained(model, TRAIN)
     with pytest.raises(torch.OutOfMemoryError):
         bln.search(model, data((9, 10)), loss=F.cross_entropy)
+
+
+def test_masks_that_a_converted_transformer_passes_on_reach_all_configurations():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, dropout=0)
+    model = bln.convert(nn.ModuleDict({"encoder": encoder, "head": nn.Linear(6, 3)})).double()
+    mask = torch.arange(5) >= torch.arange(7)[:, None] % 5 + 1  # true where padded
+
+    def run(model, batch):
+        x, targets = batch
+        y = model["encoder"](x, src_key_padding_mask=mask[: len(x)])
+        return model["head"](y[:, 0]), targets
+
+    for batch in data((7, 7), (5, 6), seed=1):
+        run(model.train(), batch)
+    batches = data((7, 7), (5, 6), shift=0.3)
+    result = bln.search(model, batches, loss=F.cross_entropy, step=run)
+    assert result.mode == "together"
+    model.eval()
+    for row in result:
+        bln.configure(model, row.config)
+        expected = sum(F.cross_entropy(*run(model, batch)).item() for batch in batches) / len(batches)
+        assert row.loss == pytest.approx(expected, rel=ROUNDING)

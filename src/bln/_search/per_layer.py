@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._install import install
 from .._progress import track
 from ..config import StatisticsConfig
 from .result import nan_last
+
+if TYPE_CHECKING:
+    from .objective import Objective
 
 Assignment = tuple[StatisticsConfig, ...]
 """One configuration for each BLN layer, in the order of ``bln.layers``."""
@@ -23,6 +26,21 @@ Costs = Callable[[Sequence[Assignment], str], list[float]]
 
 _ROUNDING = 1e-6
 """An improvement by less than this share of the cost is rounding: float32 sums in another order differ by less."""
+
+
+def search_layers(objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None) -> list[str]:
+    """Look for configurations of single layers, from the shared ones on; return what to know about that."""
+    shared = dict(zip(objective.shared, objective.costs(objective.shared, "search"), strict=True))
+    if sampler is None:
+        best = min(shared, key=lambda assignment: nan_last(shared[assignment]))
+        descend(best, objective.names, objective.configs, objective.costs)
+        return []
+    trials = len(objective.configs) * len(objective.names) if trials is None else trials
+    if objective.ranks.rank > 0:
+        known = _follow(objective)
+    else:
+        known = _explore(objective, shared, sampler, storage, study, trials)
+    return [f"The study {study!r} was resumed: it had {known} finished trials of {trials}."] if known else []
 
 
 def descend(start: Assignment, names: Sequence[str], configs: Sequence[StatisticsConfig], costs: Costs) -> Assignment:
@@ -34,11 +52,9 @@ def descend(start: Assignment, names: Sequence[str], configs: Sequence[Statistic
     while unchanged < len(names):
         candidates = [(*best[:at], config, *best[at + 1 :]) for config in configs]
         found = costs(candidates, names[at])
-        now = found[candidates.index(best)]
-        lowest = min(found, key=nan_last)
+        now, lowest = found[candidates.index(best)], min(found, key=nan_last)
         if lowest < now - _ROUNDING * abs(now) or (math.isnan(now) and not math.isnan(lowest)):
-            best = candidates[found.index(lowest)]
-            unchanged = 0
+            best, unchanged = candidates[found.index(lowest)], 0
         unchanged += 1  # the layer just changed is at its best
         at = (at + 1) % len(names)
     return best
@@ -52,19 +68,25 @@ _SAME = 1e-3
 """The best shared cost may differ by this share between the machines that work on one study."""
 
 
-def explore(
-    shared: Mapping[Assignment, float],
-    names: Sequence[str],
-    configs: Sequence[StatisticsConfig],
-    costs: Costs,
-    *,
-    sampler: Any,
-    storage: Any,
-    study: str,
-    trials: int,
-    progress: bool,
-) -> tuple[Assignment, int]:
-    """Run the study until it has ``trials`` finished trials; return its best and how many trials it had before.
+def _lead(objective: Objective, assignment: Assignment, what: str) -> float:
+    """Return the cost of an assignment, and tell the other ranks of it: rank 0 alone talks to the study."""
+    objective.ranks.tell([1, *map(objective.configs.index, assignment)])
+    return objective.costs([assignment], what)[0]
+
+
+def _follow(objective: Objective) -> int:
+    """Evaluate what rank 0 asks for until its study is done; return how many trials that had before."""
+    while True:
+        go_on, *numbers = objective.ranks.tell([0] * (1 + len(objective.names)))
+        if go_on < 0:
+            return numbers[0]
+        objective.costs([tuple(objective.configs[number] for number in numbers)], "study")
+
+
+def _explore(
+    objective: Objective, shared: Mapping[Assignment, float], sampler: Any, storage: Any, name: str, trials: int
+) -> int:
+    """Run the study until it has ``trials`` finished trials; return how many it had before.
 
     The shared configurations are added as finished trials: they cost nothing more, the sampler learns from them, and
     the best of the study is never worse than they are.
@@ -73,37 +95,40 @@ def explore(
         import optuna
     except ImportError as error:
         raise ImportError(f"sampler= takes Optuna, which is not installed: {install('search')}") from error
-    choices = [str(config) for config in configs]
+    names, choices = objective.names, [str(config) for config in objective.configs]
+    progress, objective.progress = objective.progress, False  # the study has a bar of its own
+
+    def read(params: Mapping[str, str]) -> Assignment:
+        return tuple(StatisticsConfig.parse(params[layer]) for layer in names)
+
+    def cost(trial: Any) -> float:
+        trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
+        chosen = read({layer: trial.suggest_categorical(layer, choices) for layer in names})
+        found = _lead(objective, chosen, f"trial {trial.number}")
+        return math.inf if math.isnan(found) else found  # a NaN would fail the trial, and another be asked for
+
     with _quiet(optuna), _opened(optuna, storage) as opened:
-        ours = optuna.create_study(
-            study_name=study,
-            storage=opened,
-            sampler=_sampler(optuna, sampler, names, choices, storage),
-            load_if_exists=True,
-        )
-        _claim(ours, names, min(shared.values(), key=nan_last))
-        _add_shared(optuna, ours, shared, names, choices)
-        found = _finished(optuna, ours)
-        left = range(trials - found)
-        bar = track(left, f"study {study}") if progress else (at for at in left)
+        chosen = _sampler(optuna, sampler, names, choices, storage)
+        study = optuna.create_study(study_name=name, storage=opened, sampler=chosen, load_if_exists=True)
+        _claim(study, names, min(shared.values(), key=nan_last))
+        _add_shared(optuna, study, shared, names, choices)
+        known = _finished(study)
+        left = range(trials - known)
+        bar = track(left, f"study {name}") if progress else (at for at in left)
 
-        def objective(trial: Any) -> float:
-            trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-            chosen = tuple(StatisticsConfig.parse(trial.suggest_categorical(name, choices)) for name in names)
-            [cost] = costs([chosen], f"trial {trial.number}")
-            return math.inf if math.isnan(cost) else cost  # a NaN would fail the trial, and another be asked for
-
-        def count(study: Any, trial: Any) -> None:  # the trials of all processes
+        def count(study: Any, _: Any) -> None:  # the trials of all processes
             next(bar, None)
-            if _finished(optuna, study) >= trials:
+            if _finished(study) >= trials:
                 study.stop()
 
         if left:
             with closing(bar):
                 next(bar)
-                ours.optimize(objective, callbacks=[count])
-        best = ours.best_trial.params
-    return tuple(StatisticsConfig.parse(best[name]) for name in names), found
+                study.optimize(cost, callbacks=[count])
+        best = read(study.best_trial.params)
+    _lead(objective, best, "the best of the study")  # another process may have found it
+    objective.ranks.tell([-1, known] + [0] * (len(names) - 1))
+    return known
 
 
 @contextmanager
@@ -193,13 +218,11 @@ def _add_shared(
     for assignment, cost in shared.items():
         params = dict(zip(names, map(str, assignment), strict=True))
         if params not in there and not math.isnan(cost):
-            trial = optuna.trial.create_trial(
-                params=params, distributions=distributions, value=cost, user_attrs={"shared": True}
-            )
-            study.add_trial(trial)
+            known = {"params": params, "distributions": distributions, "value": cost, "user_attrs": {"shared": True}}
+            study.add_trial(optuna.trial.create_trial(**known))
 
 
-def _finished(optuna: Any, study: Any) -> int:
+def _finished(study: Any) -> int:
     """Count the finished trials of all processes."""
-    complete = study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
-    return sum(not trial.user_attrs.get("shared") for trial in complete)
+    trials = study.get_trials(deepcopy=False)
+    return sum(trial.state.name == "COMPLETE" and not trial.user_attrs.get("shared") for trial in trials)

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -21,9 +20,9 @@ from ..population import Population
 from .evaluate import Evaluator
 from .measure import Function, Measure, Metrics
 from .objective import Objective
-from .per_layer import Assignment, descend, explore
+from .per_layer import search_layers
 from .rebatch import reorder_on
-from .result import DEPENDS_ON_BATCH, Row, SearchResult, nan_last, preferred, ranked
+from .result import DEPENDS_ON_BATCH, Row, SearchResult, preferred, ranked
 from .vectorize import assigned
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def search(
             objective.orders = reorder_on(ranks, objective.held)
             objective.rebatch(objective.shared, "rebatch")
         if per_layer:
-            notes += _search_layers(objective, sampler, storage, study, trials)
+            notes += search_layers(objective, sampler, storage, study, trials)
             if rebatch:
                 rows = ranked(list(objective.rows.values()), robust)
                 leading = {id(rows[0]), id(preferred(rows, robust))}
@@ -132,47 +131,6 @@ def search(
     notes += _notes(rows, objective, found)
     calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
     return SearchResult(rows, evaluator.mode, tuple(notes), sum(samples), len(samples), robust, calibrated)
-
-
-# ---- a configuration for each layer
-
-
-def _search_layers(objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None) -> list[str]:
-    """Look for configurations of single layers; return what to know about that."""
-    names, configs = objective.names, objective.configs
-    shared = dict(zip(objective.shared, objective.costs(objective.shared, "search"), strict=True))
-    if sampler is None:
-        descend(min(shared, key=lambda assignment: nan_last(shared[assignment])), names, configs, objective.costs)
-        return []
-    wanted = len(configs) * len(names) if trials is None else trials
-    progress, objective.progress = objective.progress, False  # the study has a bar of its own
-    if objective.ranks.rank > 0:
-        known = _follow(objective)
-    else:
-        best, known = explore(
-            shared, names, configs, partial(_lead, objective),
-            sampler=sampler, storage=storage, study=study, trials=wanted, progress=progress,
-        )  # fmt: skip
-        _lead(objective, [best], "the best of the study")  # another process may have found it
-        objective.ranks.tell([-1, known] + [0] * (len(names) - 1))
-    return [f"The study {study!r} was resumed: it had {known} finished trials of {wanted}."] if known else []
-
-
-def _lead(objective: Objective, assignments: Sequence[Assignment], what: str) -> list[float]:
-    """Return the costs of assignments, and tell the other ranks of each: rank 0 alone talks to the study."""
-    for assignment in assignments:
-        objective.ranks.tell([1, *map(objective.configs.index, assignment)])
-        objective.costs([assignment], what)
-    return objective.costs(assignments, what)
-
-
-def _follow(objective: Objective) -> int:
-    """Evaluate what rank 0 asks for until its study is done; return how many trials that had before."""
-    while True:
-        go_on, *numbers = objective.ranks.tell([0] * (1 + len(objective.names)))
-        if go_on < 0:
-            return numbers[0]
-        objective.costs([tuple(objective.configs[number] for number in numbers)], "study")
 
 
 # ---- notes

@@ -78,7 +78,7 @@ def _gain(found: sizes.Results) -> str:
     worst = _listed([f"{sizes.name(norm)} {number(points, digits=1)}" for norm, points in behind.items()])
     return (
         f"One layer for every batch size. Handwritten digits, % right at batch {_listed(found.sizes)}: {accuracies}. "
-        f"At its worst size, each is so many points behind the best: {worst}. {_stands(sizes.standings(found))}"
+        f"Points behind the best of them, each at its worst size: {worst}. {_stands(sizes.standings(found))}"
     )
 
 
@@ -119,8 +119,8 @@ def _not_for(found: sizes.Results) -> str:
     points = difference.times(100).text(signed=True, digits=1)
     large = "Large batches alone" if not difference.low > 0 else "Large batches where time matters most"
     return (
-        f"{large}: at batch {size} its difference to BatchNorm is {points} points, and BatchNorm is cheaper. "
-        "Nor for causal sequences in the grouped form."
+        f"{large}: at batch {size} its difference to BatchNorm is {points} points. Nor for causal sequences in the "
+        "grouped form."
     )
 
 
@@ -336,6 +336,10 @@ STEP_NAMES = {
     "bln fused": "BLN grouped, fused", "bln pooled": "BLN pooled", "bln published": "BLN as published",
 }  # fmt: skip
 MODES = {"graph": "CUDA graph"}
+MODES_EXPLAINED = {
+    "compiled": "*compiled* is `torch.compile`.", "reduce-overhead": "*reduce-overhead* is its mode of that name.",
+    "graph": "A CUDA graph leaves the host out: it is the GPU's time alone.",
+}  # fmt: skip
 LAYOUTS = {"last": "channels last"}
 Steps = dict[tuple[str, ...], dict[str, dict[str, str]]]
 
@@ -364,7 +368,7 @@ def resnet50(results: Path) -> str:
         return "A step of ResNet-50 on a GPU is not measured yet."
     origin, norms = results / "benchmarks" / "resnet50_gpu.txt", step_norms(steps)
     rows = [
-        [*_setting(at[:3]), MODES.get(at[3], at[3]), step.get("bn", {}).get("ms", "")]
+        [*_setting(at[:3]), MODES.get(at[3], at[3]), f"{float(step['bn']['ms']):.1f}" if "bn" in step else ""]
         + [f"{float(step[norm]['ratio']):.2f}" if norm in step else "" for norm in norms[1:]]
         for at, step in steps.items()
     ]
@@ -376,9 +380,9 @@ def resnet50(results: Path) -> str:
     legend = (
         "Images have 224 pixels. The time with BatchNorm is in milliseconds, the other columns are multiples of it. "
         '*Fused* is the grouped form with `activation="relu"`: ReLU and shortcut are in the same pass as the '
-        "normalization. `compiled` is `torch.compile`, `reduce-overhead` its mode of that name. A CUDA graph leaves "
-        "the host out: it is the GPU's time alone."
+        "normalization."
     )
+    legend = " ".join([legend, *(text for mode, text in MODES_EXPLAINED.items() if any(at[3] == mode for at in steps))])
     made = [origin.read_text(encoding="utf-8").strip()] if origin.exists() else []
     return "\n\n".join([chart, table(head, rows), *made, legend])
 

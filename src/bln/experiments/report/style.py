@@ -29,15 +29,15 @@ class Look(NamedTuple):
 LOOKS = {
     # Okabe and Ito's palette: told apart by colour-blind readers, and markers differ too.
     "bln": Look("BLN", "#0072b2", "#4aa8e0", "o"),
-    "bln-grouped": Look("BLN, grouped", "#5b2a86", "#c39bea", "h"),
+    "bln-grouped": Look("BLN grouped", "#5b2a86", "#c39bea", "h"),
     "bln-g1": Look("BLN, 1 group", "#3b0f70", "#d9b8ff", "<"),
     "bln-g4": Look("BLN, 4 groups", "#8c2981", "#e07fd6", ">"),
     "bln-g16": Look("BLN, 16 groups", "#de4968", "#ff8fa6", "d"),
     "bln-gC": Look("BLN, a group each", "#b8860b", "#f0c75e", "p"),
-    "bln-pooled": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
+    "bln-pooled": Look("BLN pooled", "#56b4e9", "#93d0f5", "v"),
     # These two are read from results of old, and made no more.
-    "bln-shared": Look("BLN, pooled", "#56b4e9", "#93d0f5", "v"),
-    "bln-shared-no-scale": Look("BLN, pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
+    "bln-shared": Look("BLN pooled", "#56b4e9", "#93d0f5", "v"),
+    "bln-shared-no-scale": Look("BLN pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
     "bn": Look("BN", "#d55e00", "#f08a3c", "s"),
     "ln": Look("LN", "#009e73", "#2bc79a", "^"),
     "gn": Look("GN", "#cc79a7", "#e39bc4", "D"),

@@ -1,4 +1,4 @@
-"""``bln demo``: accuracy against batch size on data that comes with scikit-learn, in two minutes on two cores."""
+"""``bln demo``: accuracy against batch size on data that comes with scikit-learn, in minutes on two cores."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,16 +24,13 @@ _ROUNDS = 10
 
 def load(place: str) -> nn.Module:
     """Return the model at ``package.module:factory``, in the present folder too; a factory is called."""
-    module, _, attribute = place.partition(":")
-    if not (module and attribute):
+    if not all(place.partition(":")):
         raise ValueError(f"expected MODULE:FACTORY, as in torchvision.models:resnet18, got {place!r}")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = import_module(module)
-        for name in attribute.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
+        found: Any = resolve_name(place)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"no model at {place!r}: {error}") from None
     model = found if isinstance(found, nn.Module) else found()
     if not isinstance(model, nn.Module):

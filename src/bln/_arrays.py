@@ -1,4 +1,4 @@
-"""What the layers of Keras and Flax share: their variables, and a call between them and the formula.
+"""The base of the Keras and Flax layers, and a call of such a layer as a pure function of its arrays.
 
 ``xp`` is ``keras.ops`` or ``jax.numpy``. Imports no torch.
 """

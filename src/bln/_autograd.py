@@ -1,4 +1,4 @@
-"""Derivatives of fast paths by way of the plain operators they stand for, and whether a backward is running."""
+"""Gradients of fast paths, taken through the plain operators they replace; whether a forward runs inside a backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch statistics of recent requests, which join those of the next one."""
+"""What ``layer.memory`` is: batch statistics of recent requests, joined at inference with those of the current one."""
 
 from __future__ import annotations
 

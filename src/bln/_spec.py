@@ -1,4 +1,4 @@
-"""What a layer computes, apart from tensors: the options that every path takes together."""
+"""``Spec``: the options of the equations, which every path takes as one tuple; their checks and defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes with a model each.
+"""Statistics over several processes: synchronized training, and operations on whole models that ranks share.
 
 group     The process group that a layer was given.
 messages  What ranks tell each other of a mini-batch, and how it is joined.

@@ -1,4 +1,4 @@
-"""The process group of a layer."""
+"""The process group that a layer was given: its copies share it, and only ``world`` can be pickled."""
 
 from __future__ import annotations
 

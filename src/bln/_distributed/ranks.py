@@ -1,4 +1,4 @@
-"""Processes with a model each that do one thing together: they meet, add up, and end with the same answer."""
+"""Ranks that calibrate or search together: they share results, fail together, and merge their population statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fixed scale and shift: a BLN layer in eval with all statistics from the population."""
+"""``bln.Affine``, a fixed scale and shift, and the map of a frozen layer: ``TTTT`` in eval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many runs, side by side, and their lines of the table."""
+"""``bln reproduce``: makes many runs side by side, here or on Ray, and their lines of the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step on one mini-batch after the other; on a GPU it is a CUDA graph, and several runs go side by side."""
+"""Runs a training step over the mini-batches of an epoch; on a GPU as a CUDA graph, several runs side by side."""
 
 from __future__ import annotations
 

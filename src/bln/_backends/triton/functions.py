@@ -1,4 +1,4 @@
-"""Training and inference on a GPU: what both forms need around their kernels.
+"""The autograd functions of training and inference on a GPU, for both forms: from a call to a plan, and back.
 
 A plan has all launches for one kind of input. It is made once and kept, so that a call only looks it up.
 """

@@ -1,4 +1,4 @@
-"""How an input lies in memory, and launches of kernels past Triton's binding of arguments."""
+"""The layout of an input in memory, and a faster way to launch a kernel than Triton's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in compiled graphs.
+"""Training under ``torch.compile``: the kernels as operators of torch.
 
 The grouped form is kernels for what is reduced over samples, and operators for all else. A compiler looks into these:
 it launches the kernels itself, and fuses the maps and the sums of backward with the layer's neighbours. The published

@@ -1,4 +1,4 @@
-"""The four figures two norms are compared by, and their differences over the seeds both were run with."""
+"""The four measures two norms are compared by, and their differences over the seeds both were run with."""
 
 from __future__ import annotations
 

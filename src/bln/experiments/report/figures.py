@@ -1,4 +1,4 @@
-"""The figures, by matplotlib without pyplot: no global state, no display."""
+"""Draws the figures of the report by matplotlib without pyplot: no global state, no display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the report, from top to bottom."""
+"""Writes the HTML page of the report, section by section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How figures look, and how they get into files and pages."""
+"""Colours and fonts of figures; a figure as a file, or as a part of a page."""
 
 from __future__ import annotations
 

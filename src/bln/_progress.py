@@ -1,4 +1,4 @@
-"""Going through batches: a progress bar, and a refusal of those that can be gone through once only."""
+"""A progress bar over batches, and the refusal of batches that can be iterated only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained on what: the paper's two experiments, and two small ones on digits."""
+"""The tasks of the paper's protocols, with data, net and recipe: its two experiments, and two small ones on digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained on what: data, net and recipe of each task."""
+"""The tasks of accuracy against batch size: data, net and recipe of each."""
 
 from __future__ import annotations
 

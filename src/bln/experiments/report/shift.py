@@ -415,8 +415,8 @@ def heat_map(results: Results, norm: str, sizes: Sequence[int] = (1, 16, 250)) -
     names, rows = list(results.configurations), corruptions(results)
     sizes = [size for size in sizes if size in results.sizes] or results.sizes[-1:]
     with styled():
-        figure = Figure(figsize=(1.6 * len(sizes) + 1.2, 0.31 * len(rows) + 1.9))
-        panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+        figure = Figure(figsize=(5, len(sizes) * (0.22 * len(rows) + 0.35) + 0.9))
+        panels = figure.subplots(len(sizes), 1, squeeze=False)[:, 0]
         for axes, size in zip(panels, sizes, strict=True):
             wheres = [SHIFTED._replace(corruption=corruption) for corruption in rows]
             found = np.array([[results.accuracy(norm, name, size, w).mean for name in names] for w in wheres])
@@ -424,18 +424,20 @@ def heat_map(results: Results, norm: str, sizes: Sequence[int] = (1, 16, 250)) -
             drawn = axes.imshow(gains, cmap="RdBu", vmin=-0.4, vmax=0.4, aspect="auto")
             for (row, column), value in np.ndenumerate(found):
                 ink = "white" if abs(gains[row, column]) > 0.28 else INK
-                axes.text(column, row, f"{value:.2f}".lstrip("0"), ha="center", va="center", fontsize=6.5, color=ink)
+                axes.text(column, row, f"{value:.2f}".lstrip("0"), ha="center", va="center", fontsize=8.5, color=ink)
             axes.set_xticks(range(len(names)), names)
+            axes.set_yticks(range(len(rows)), [row.replace("_", " ") for row in rows])
             axes.set_title(f"{size} in a request")
             axes.grid(visible=False)
             axes.tick_params(length=0)
-        panels[0].set_yticks(range(len(rows)), [row.replace("_", " ") for row in rows])
         figure.colorbar(
             drawn,
             ax=list(panels),
             location="bottom",
             label="accuracy minus that of T; columns: T, prior strengths, F",
             shrink=0.7,
+            aspect=30,
+            pad=0.02,
         )
     return Plot(
         "corruptions",

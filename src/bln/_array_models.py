@@ -44,14 +44,9 @@ def required_layers(model: Any) -> dict[str, Any]:
 
 
 def configure(model: Any, config: Configuration) -> None:
-    """Choose the statistics of inference: one configuration for all BLN layers, or one for each name.
+    """Choose the statistics of inference, as ``bln.configure`` does.
 
     Compiled functions follow: nothing has to be compiled again.
-
-    Args:
-        model: A model with BLN layers.
-        config: ``"TTFF"``, a ``StatisticsConfig``, or a mapping from names, as ``layers`` gives them, to such; layers
-            that it does not name stay as they are.
     """
     configure_layers(required_layers(model), config)
 
@@ -74,14 +69,11 @@ def _converted(tools: ModuleType, batches: Any, what: str, progress: bool) -> Ge
 def calibrate(
     model: Any, batches: Iterable[Any], *, step: Callable[[Any, Any], Any] | None = None, progress: bool = True
 ) -> None:
-    """Recompute the population statistics under frozen weights (Algorithm 2), as plain averages over ``batches``.
+    """Recompute the population statistics under frozen weights, as ``bln.calibrate`` does.
 
-    Only the BLN layers run as in training, whether they are trainable or not: dropout stays off, other norms use what
-    they remember. The remembered ``1/m`` stays that of training, where there was any. An exception leaves the
-    statistics as they were.
-
-    In Flax, the first batch runs as it is, where layers may learn their positions, the others under ``nnx.jit``. With
-    ``axis_name`` each batch is a mini-batch by itself.
+    Only the BLN layers run as in training, whether they are trainable or not. In Flax, the first batch runs as it is,
+    where layers may learn their positions, the others under ``nnx.jit``; with ``axis_name`` each batch is a mini-batch
+    by itself.
 
     Args:
         model: A model with BLN layers.
@@ -136,17 +128,13 @@ def search(
     step: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     progress: bool = True,
 ) -> SearchResult:
-    """Find the configuration of statistics that suits a trained model: all 16 on held-out batches.
-
-    Search on **validation** data. Each batch is loaded once, and run in all configurations by one compiled function:
-    the configuration is data. The model is left as it was found; ``SearchResult.apply`` gives it the winner.
+    """Find the configuration of statistics that suits a trained model, as ``bln.search`` does.
 
     Args:
         model: A trained model with BLN layers; in Keras, it need not be compiled.
-        batches: Any iterable of ``(inputs, targets)``, in batches composed as requests will be.
+        batches: **Validation** data: any iterable of ``(inputs, targets)``, in batches composed as requests will be.
         loss: In Keras, as for ``compile``: a name, a ``keras.losses.Loss``, or a function ``loss(targets, outputs)``.
-            In Flax, a function ``loss(outputs, targets)`` of one number or one for each sample, such as
-            ``optax.softmax_cross_entropy_with_integer_labels``.
+            In Flax, a function ``loss(outputs, targets)`` of one number or one for each sample.
         metrics: ``"accuracy"`` or functions like ``loss``, and in Keras whatever else ``compile`` takes; several in a
             list, or by name. Higher is better, and the first breaks ties. Values are those of a batch, averaged by
             samples.
@@ -154,9 +142,6 @@ def search(
         step: ``step(model, batch)``, which returns ``(outputs, targets)``, where ``model(inputs)`` is not right. In
             Flax it is compiled by ``nnx.jit``.
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
-
-    Returns:
-        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
     """
     found, tools, configs = required_layers(model), framework(model), choices(candidates)
     before = {name: layer.config for name, layer in found.items()}

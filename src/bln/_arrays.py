@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import formula
@@ -124,17 +124,6 @@ class Call(NamedTuple):
                 joined = self.xp.concatenate([value, old[beyond]], axis=len(beyond) - 1)
                 values[name] = self.xp.reshape(joined, old.shape)
         return values
-
-
-def from_front(name: str, axis: int, shape: Sequence[int | None]) -> int:
-    """Return the axis of features counted from the front, for inputs of this shape."""
-    rank = len(shape)
-    if rank < 2 or not -rank < axis < rank:
-        raise ValueError(
-            "expected an input (N, *positions, C), or with features at another axis than the last; got shape "
-            f"{tuple(shape)} with {name}={axis}. A single sample needs its own axis: x[None]"
-        )
-    return axis % rank
 
 
 def new_weight(momentum: float | None) -> float | None:

@@ -1,10 +1,45 @@
-"""The positions that a layer keeps statistics for, and those of them that an input uses. Imports no torch."""
+"""The shapes that inputs and masks may have, and the positions that a layer keeps statistics for. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, SupportsIndex
+
+Shape = Sequence[int | None]
+"""A TensorFlow graph leaves sizes open, as ``None``."""
+
+
+def check_shapes(
+    name: str, channel_dim: int, shape: Shape, features: int | None, mask: Shape | None, empty: bool = False
+) -> int:
+    """Return the dimension of features counted from the front; refuse shapes that do not fit.
+
+    ``name`` is what the layer calls that dimension, ``mask`` the shape of the mask, and ``empty`` allows no samples.
+    """
+    rank, shape = len(shape), tuple(shape)
+    if not (rank >= 2 and -rank < channel_dim < rank and channel_dim != 0):
+        raise ValueError(
+            f"expected an input (N, C), (N, C, *positions) or, with {name}=-1, (N, *positions, C); got shape {shape} "
+            f"with {name}={channel_dim}. A single sample needs its own dimension: x[None]"
+        )
+    channel_dim %= rank
+    if features not in (None, shape[channel_dim]):
+        raise ValueError(
+            f"expected {features} features along dimension {channel_dim}, got {shape[channel_dim]} in an input of "
+            f"shape {shape}. If features stand elsewhere, pass {name}="
+        )
+    if 0 in shape and not (empty and 0 not in shape[1:]):
+        raise ValueError(f"cannot train on an empty input, got shape {shape}; skip empty batches")
+    expected = shape[:channel_dim] + shape[channel_dim + 1 :]
+    if mask is not None and not (
+        len(mask) == len(expected) and all(a == b or None in (a, b) for a, b in zip(mask, expected, strict=True))
+    ):
+        raise ValueError(
+            f"expected a mask of shape {expected}, (N, *positions) of the input {shape} with features at dimension "
+            f"{channel_dim}; got {tuple(mask)}"
+        )
+    return channel_dim
 
 
 def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from numbers import Real
 from typing import Any
@@ -44,8 +44,8 @@ class StatisticsConfig:
     feature_std: bool | float
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, _source(getattr(self, field.name), field.name))
+        for name in ("batch_mean", "batch_std", "feature_mean", "feature_std"):
+            object.__setattr__(self, name, _source(getattr(self, name), name))
 
     @classmethod
     def parse(cls, value: str | StatisticsConfig) -> StatisticsConfig:
@@ -60,9 +60,15 @@ class StatisticsConfig:
         entries = value.split()
         if len(entries) == 1 and set(value) <= {"T", "F"}:
             entries = list(value)
-        if len(entries) != 4:
-            raise _unreadable(value)
-        return cls(*(_read(entry, value) for entry in entries))
+        try:
+            a, b, c, d = (entry == "T" if entry in ("T", "F") else float(entry) for entry in entries)
+        except ValueError:
+            raise ValueError(
+                f"{value!r} is not a configuration: expected four letters for E_B, Std_B, E_F, Std_F, each T "
+                "(population) or F (current mini-batch), such as 'TTFF'; or, with spaces between, prior strengths too, "
+                "such as '16 16 F F'"
+            ) from None
+        return cls(a, b, c, d)
 
     @classmethod
     def of(cls, priors: Any) -> StatisticsConfig:
@@ -161,19 +167,3 @@ def _source(value: Any, name: str) -> bool | float:
             "the population alone, F (False) the current mini-batch alone"
         )
     return _letter(float(f"{prior:.6g}"))
-
-
-def _read(entry: str, value: str) -> bool | float:
-    if entry in ("T", "F"):
-        return entry == "T"
-    try:
-        return float(entry)
-    except ValueError:
-        raise _unreadable(value) from None
-
-
-def _unreadable(value: str) -> ValueError:
-    return ValueError(
-        f"{value!r} is not a configuration: expected four letters for E_B, Std_B, E_F, Std_F, each T (population) or F "
-        "(current mini-batch), such as 'TTFF'; or, with spaces between, prior strengths too, such as '16 16 F F'"
-    )

@@ -13,7 +13,7 @@ import numpy as np
 from . import _arrays, formula
 from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._positions import sizes, window
+from ._positions import check_shapes, sizes, window
 from ._spec import Spec, check_layer, option, positive
 from .config import StatisticsConfig
 
@@ -177,24 +177,12 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
 
     def _check(self, x: Any, mask: Any, infer: bool) -> int:
         """Refuse what cannot be normalized; return the dimension of features counted from the front."""
-        shape = x.shape
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first")
-        channel_dim = _arrays.from_front("channel_dim", self.channel_dim, shape)
-        if shape[channel_dim] != self.num_features:
-            raise ValueError(
-                f"expected {self.num_features} features along dimension {channel_dim}, got {shape[channel_dim]} in an "
-                f"input of shape {shape}. If features stand elsewhere, pass channel_dim="
-            )
-        if x.size == 0 and not (infer and 0 not in shape[1:]):
-            raise ValueError(f"cannot train on an empty input, got shape {shape}; skip empty batches")
-        if mask is not None:
-            if mask.dtype != bool:
-                raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}")
-            expected = shape[:channel_dim] + shape[channel_dim + 1 :]
-            if mask.shape != expected:
-                raise ValueError(f"expected a mask (N, *positions) of shape {expected}, got {mask.shape}")
-        return channel_dim
+        if mask is not None and mask.dtype != bool:
+            raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}")
+        mask_shape = None if mask is None else mask.shape
+        return check_shapes("channel_dim", self.channel_dim, x.shape, self.num_features, mask_shape, empty=infer)
 
     def _learn(self, positions: tuple[int, ...], x: Any, infer: bool) -> None:
         """Take the positions of the first call, where an array may still change its shape."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from operator import index
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, fx
 
-from . import _backends
+from . import _backends, formula
 from ._activation import Activation, check_activation, check_residual
 from ._masks import is_host_readable
+from ._positions import check_shapes
 from ._spec import Spec
 from .config import CURRENT, POPULATION, StatisticsConfig
 from .formula import Statistics
@@ -18,44 +19,32 @@ from .formula import Statistics
 __all__ = ["Statistics", "batch_layer_norm"]
 
 
+class Options(TypedDict, total=False):
+    """All but the tensors of a call, and ``return_statistics``, by which the result's type differs."""
+
+    channel_dim: int
+    groups: int | None
+    per_position: bool | None
+    mask: Tensor | None
+    eps: float
+    mix_eps: float | None
+    dim_scale: bool | None
+    population: Statistics | None
+    config: StatisticsConfig | str
+    residual: Tensor | None
+    activation: Activation | None
+
+
 @overload
 def batch_layer_norm(
-    x: Tensor,
-    weight: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    *,
-    channel_dim: int = ...,
-    groups: int | None = ...,
-    per_position: bool | None = ...,
-    mask: Tensor | None = ...,
-    eps: float = ...,
-    mix_eps: float | None = ...,
-    dim_scale: bool | None = ...,
-    population: Statistics | None = ...,
-    config: StatisticsConfig | str = ...,
-    residual: Tensor | None = ...,
-    activation: Activation | None = ...,
-    return_statistics: Literal[False] = ...,
-) -> Tensor: ...
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, return_statistics: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 @overload
 def batch_layer_norm(
-    x: Tensor,
-    weight: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    *,
-    channel_dim: int = ...,
-    groups: int | None = ...,
-    per_position: bool | None = ...,
-    mask: Tensor | None = ...,
-    eps: float = ...,
-    mix_eps: float | None = ...,
-    dim_scale: bool | None = ...,
-    population: Statistics | None = ...,
-    config: StatisticsConfig | str = ...,
-    residual: Tensor | None = ...,
-    activation: Activation | None = ...,
-    return_statistics: Literal[True],
-) -> tuple[Tensor, Statistics]: ...
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, return_statistics: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 def batch_layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -81,14 +70,12 @@ def batch_layer_norm(
         weight: Gamma, ``(C,)``.
         bias: Beta, ``(C,)``.
         channel_dim: The dimension of features; never 0, which is that of samples.
-        groups: Take feature statistics over this many groups of features and all positions, as GroupNorm does.
-            ``None`` takes them over the features of each position, as published.
-        per_position: Batch statistics for each position, as published; ``False`` pools them over positions, and is
-            the default with ``groups``.
+        groups: As of ``bln.BatchLayerNorm``, and so the next ones.
+        per_position: Batch statistics for each position.
         mask: ``(N, *positions)``, boolean, true at real entries. Hidden entries enter no statistic and come out 0.
         eps: Added to both variances.
-        mix_eps: The epsilon in the weights of eq 16; ``None`` is ``eps``, with ``groups`` 0.
-        dim_scale: Divide by the root of the number of features (eq 16); ``None`` does so without ``groups``.
+        mix_eps: The epsilon in the weights of eq 16.
+        dim_scale: Divide by the root of the number of features (eq 16).
         population: Statistics to choose from, features last, as ``Statistics`` says. Without them the mini-batch
             is normalized by its own, as in training.
         config: With ``population``, where each of the four statistics comes from.
@@ -121,25 +108,20 @@ def batch_layer_norm(
                 f"feature along dimension {channel_dim} of the input {tuple(x.shape)}"
             )
 
-    statistics: Statistics | None
-    rest: Any = {"residual": residual, "activation": activation}
+    tensors = x, weight, bias, mask, channel_dim, spec
+    after: Any = {"residual": residual, "activation": activation}
     if population is None:
-        y, statistics = _backends.train(x, weight, bias, mask, channel_dim, spec, **rest)
+        y, statistics = _backends.train(*tensors, **after)
     else:
         _check_population(population, x, channel_dim, spec)
-        y, statistics = _backends.infer(x, weight, bias, mask, channel_dim, spec, population, config, **rest)
+        y, statistics = _backends.infer(*tensors, population, config, **after)
     return (y, statistics) if return_statistics else y  # type: ignore[return-value]
 
 
 def check(
-    x: Tensor,
-    mask: Tensor | None,
-    channel_dim: int,
-    features: int | None = None,
-    *,
-    empty: bool = False,
+    x: Tensor, mask: Tensor | None, channel_dim: int, features: int | None = None, *, empty: bool = False,
     hidden: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Refuse what cannot be normalized; returns the dimension of features counted from the front.
 
     ``empty`` allows inputs without samples, ``hidden`` masks that hide everything: other ranks may have more.
@@ -147,36 +129,17 @@ def check(
     if not isinstance(x, Tensor):
         way = "; torch.fx wants a Tracer whose is_leaf_module is true of the layer" if isinstance(x, fx.Proxy) else ""
         raise TypeError(f"expected a torch.Tensor as input, got {type(x).__name__}{way}")
-    shape = tuple(x.shape)
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise TypeError(
             f"expected a real floating point input of 16 bits or more, got {x.dtype}; convert it first, as in x.float()"
         )
-    if not (len(shape) >= 2 and -len(shape) < channel_dim < len(shape) and channel_dim != 0):
-        raise ValueError(
-            f"expected an input (N, C), (N, C, *positions) or, with channel_dim=-1, (N, *positions, C); "
-            f"got shape {shape} with channel_dim={channel_dim}. A single sample needs its own dimension: x[None]"
-        )
-    if x.numel() == 0 and not (empty and 0 not in shape[1:]):
-        raise ValueError(f"cannot train on an empty input, got shape {shape}; skip empty batches")
-    channel_dim %= len(shape)
-    if features not in (None, shape[channel_dim]):
-        raise ValueError(
-            f"expected {features} features along dimension {channel_dim}, got {shape[channel_dim]} in an input of "
-            f"shape {shape}. If features stand elsewhere, pass channel_dim="
-        )
     if mask is None:
-        return channel_dim
+        return check_shapes("channel_dim", channel_dim, x.shape, features, None, empty)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         way = "mask.bool()" if isinstance(mask, Tensor) else "torch.tensor(mask)"
         raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try {way}")
-    expected = shape[:channel_dim] + shape[channel_dim + 1 :]
-    if tuple(mask.shape) != expected:
-        raise ValueError(
-            f"expected a mask of shape {expected}, (N, *positions) of the input {shape} with features at dimension "
-            f"{channel_dim}; got {tuple(mask.shape)}"
-        )
+    channel_dim = check_shapes("channel_dim", channel_dim, x.shape, features, mask.shape, empty)
     if not hidden and mask.numel() and is_host_readable(mask) and not mask.any():
         raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")
     return channel_dim
@@ -190,16 +153,13 @@ def _check_population(population: Statistics, x: Tensor, channel_dim: int, spec:
             f"population must be a bln.functional.Statistics of five tensors, got {type(population).__name__}"
             + (f" of {kinds}" if kinds else "")
         )
-    rows = tuple(x.movedim(channel_dim, -1).shape)
-    for name, value in zip(Statistics._fields, population, strict=True):
-        whole = rows if name.startswith("batch") else rows[:-1]
-        if spec.coefficients:  # nothing has positions
-            whole = (rows[0], *rows[-1:]) if name.startswith("batch") else (rows[0],)
-        if spec.groups is not None and name.startswith("feature"):
-            whole = (rows[0], spec.groups)
+    n, *positions, d = x.movedim(channel_dim, -1).shape
+    wanted = formula.shapes(() if spec.coefficients else tuple(positions), d, spec.groups)
+    for name, value in population._asdict().items():
+        whole = n, *wanted[name]  # of a mini-batch, or with any part of it missing or 1
         fits = all(size in (1, there) for size, there in zip(value.shape[::-1], whole[::-1], strict=False))
         if value.dim() > len(whole) or not fits:
             raise ValueError(
-                f"population.{name} has shape {tuple(value.shape)}, expected {tuple(whole[1:])}, or one that spreads "
-                f"to it, for the input {tuple(x.shape)} with features at dimension {channel_dim}"
+                f"population.{name} has shape {tuple(value.shape)}, expected {wanted[name]}, or one that spreads to "
+                f"it, for the input {tuple(x.shape)} with features at dimension {channel_dim}"
             )

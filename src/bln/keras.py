@@ -12,7 +12,7 @@ import numpy as np
 from . import _arrays, formula
 from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._positions import sizes
+from ._positions import check_shapes, sizes
 from ._progress import check_repeatable
 from ._spec import Spec, check_layer, option
 from .config import StatisticsConfig
@@ -157,7 +157,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Create parameters and statistics for inputs of this shape."""
-        shape, axis = tuple(input_shape), _arrays.from_front("axis", self.axis, input_shape)
+        shape, axis = tuple(input_shape), check_shapes("axis", self.axis, input_shape, None, None, empty=True)
         features = shape[axis]
         if features is None:
             raise ValueError(f"the number of features, axis {self.axis} of the input shape {shape}, must be known")
@@ -200,7 +200,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the input's shape."""
-        _arrays.from_front("axis", self.axis, input_shape)
+        check_shapes("axis", self.axis, input_shape, None, None, empty=True)
         return input_shape
 
     # ---- calling
@@ -216,7 +216,9 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
 
             rows = tensorflow.ensure_shape(rows, (None, *self._positions, rows.shape[-1]))
         if mask is not None:
-            mask = _boolean(mask, tuple(rows.shape[:-1]), tuple(inputs.shape))
+            mask = mask if hasattr(mask, "shape") else np.asarray(mask)
+            check_shapes("axis", self.axis, inputs.shape, None, mask.shape, empty=True)
+            mask = ops.cast(mask, "bool")
         values = {
             name: v if v is None else ops.convert_to_tensor(v) if name in formula.COUNTERS else ops.cast(v, dtype)
             for name, v in self._variables().items()
@@ -261,18 +263,6 @@ def _filled(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 def _wide(*dtypes: Any) -> str:
     """Return the type to compute in. ``keras.backend.result_type`` knows no float64 on JAX and torch."""
     return "float64" if "float64" in map(keras.backend.standardize_dtype, dtypes) else "float32"
-
-
-def _boolean(mask: Any, expected: tuple[int | None, ...], shape: tuple[int | None, ...]) -> Any:
-    """Return the mask as a tensor; refuse other shapes, whose broadcast would be counted wrongly."""
-    mask = mask if hasattr(mask, "shape") else np.asarray(mask)
-    given = tuple(mask.shape)
-    fits = len(given) == len(expected) and all(a == b or None in (a, b) for a, b in zip(given, expected, strict=True))
-    if not fits:
-        raise ValueError(
-            f"expected a mask (N, *positions), {expected} for an input of shape {shape}; got shape {given}"
-        )
-    return ops.cast(mask, "bool")
 
 
 def _to_numpy(value: Any) -> Any:

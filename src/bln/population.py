@@ -112,15 +112,9 @@ class Population(nn.Module):
 
     @torch.no_grad()
     def update(
-        self,
-        batch: Statistics,
-        m: int | Tensor,
-        entries: int | Tensor,
-        mask: Tensor | None,
-        positions: tuple[int, ...],
-        momentum: float | None,
-        present: int | Tensor | None = None,
-    ) -> None:
+        self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None,
+        positions: tuple[int, ...], momentum: float | None, present: int | Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Average with a training mini-batch, unless its statistics are not finite.
 
         Args:

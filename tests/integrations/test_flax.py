@@ -444,7 +444,7 @@ def test_arguments_that_cannot_be_are_refused(arguments, message):
         (jnp.ones((4, 5)), None, ValueError, "expected 3 features along dimension 1, got 5"),
         (jnp.ones((0, 3)), None, ValueError, r"cannot train on an empty input, got shape \(0, 3\)"),
         (jnp.ones((4, 3)), jnp.ones(4), TypeError, "boolean mask"),
-        (jnp.ones((4, 3)), jnp.ones((4, 3), bool), ValueError, r"mask \(N, \*positions\) of shape \(4,\)"),
+        (jnp.ones((4, 3)), jnp.ones((4, 3), bool), ValueError, r"mask of shape \(4,\), \(N, \*positions\)"),
     ],
 )
 def test_inputs_that_cannot_be_are_refused(x, mask, error, message):

@@ -32,18 +32,10 @@ quick: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
 
 
 def train(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    channel_dim: int,
-    spec: Spec,
-    population: Population | None = None,
-    momentum: float | None = None,
-    *,
-    residual: Tensor | None = None,
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
+    population: Population | None = None, momentum: float | None = None, *, residual: Tensor | None = None,
     activation: Activation | None = None,
-) -> tuple[Tensor, Statistics | None]:
+) -> tuple[Tensor, Statistics | None]:  # fmt: skip
     """Normalize ``x``, which was checked, by its own statistics: ``g(BLN(x) + residual)``; update the population.
 
     The statistics are returned too, unless a kernel has updated the population with them.
@@ -68,19 +60,10 @@ def train(
 
 
 def infer(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    channel_dim: int,
-    spec: Spec,
-    population: Population | Statistics,
-    config: StatisticsConfig,
-    recall: Recall | None = None,
-    *,
-    residual: Tensor | None = None,
-    activation: Activation | None = None,
-) -> tuple[Tensor, Statistics | None]:
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
+    population: Population | Statistics, config: StatisticsConfig, recall: Recall | None = None, *,
+    residual: Tensor | None = None, activation: Activation | None = None,
+) -> tuple[Tensor, Statistics | None]:  # fmt: skip
     """Normalize ``x``, which was checked, by the statistics of a configuration: ``g(BLN(x) + residual)``."""
     given = population if isinstance(population, Statistics) else None
     if x.numel() == 0:

@@ -30,16 +30,9 @@ def train(
 
 
 def infer(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    channel_dim: int,
-    spec: Spec,
-    population: Statistics,
-    config: StatisticsConfig,
-    recall: Recall | None = None,
-) -> tuple[Tensor, Statistics]:
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
+    population: Statistics, config: StatisticsConfig, recall: Recall | None = None,
+) -> tuple[Tensor, Statistics]:  # fmt: skip
     """Normalize ``x``, float32 or float64, by the statistics of a configuration, and return them, detached."""
     x, at = _as_measured(x, mask, channel_dim, spec)
     own = _measure(x, mask, at, spec, config)

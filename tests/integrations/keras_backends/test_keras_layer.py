@@ -419,7 +419,7 @@ class TestMasks:
     def test_a_mask_of_another_shape_is_refused(self, rng, shape, per_position):
         """Also one that could be broadcast: ``m`` would be counted wrongly."""
         layer = BatchLayerNormalization(per_position=per_position)
-        with pytest.raises(ValueError, match=r"expected a mask \(N, \*positions\), \(4, 5\)"):
+        with pytest.raises(ValueError, match=r"expected a mask of shape \(4, 5\), \(N, \*positions\)"):
             layer(normal(rng, 4, 5, 3), mask=keras.ops.ones(shape, "bool"), training=True)
 
     def test_a_mask_may_be_a_list(self, rng):

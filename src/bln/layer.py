@@ -87,13 +87,6 @@ class BatchLayerNorm(nn.Module):
         BatchLayerNorm(16, position_shape=(8, 8), config=FTFF)
         >>> bln.BatchLayerNorm(16, groups=8)(torch.randn(4, 16, 8, 8)).shape
         torch.Size([4, 16, 8, 8])
-
-        The end of a residual block, ``relu(BLN(x) + shortcut)``:
-
-        >>> shortcut = torch.randn(4, 16, 8, 8)
-        >>> end = bln.BatchLayerNorm(16, groups=8, activation="relu")
-        >>> bool((end(torch.randn(4, 16, 8, 8), residual=shortcut) >= 0).all())
-        True
     """
 
     weight: nn.Parameter | None
@@ -207,12 +200,10 @@ class BatchLayerNorm(nn.Module):
 
     def _forward(self, x: Tensor, mask: Tensor | None, residual: Tensor | None = None) -> Tensor:
         group = self._group.resolve() if self.training and self._group is not None else None
-        shared = group is not None and group.size() > 1
-        channel_dim = functional.check(
-            x, mask, self.channel_dim, self.num_features, empty=shared or not self.training, hidden=shared
-        )
+        empty, hidden = group is not None or not self.training, group is not None  # other ranks may have more
+        channel_dim = functional.check(x, mask, self.channel_dim, self.num_features, empty=empty, hidden=hidden)
         check_residual(residual, x)
-        if group is not None and shared:
+        if group is not None:
             y = train_over_ranks(self, x, mask, channel_dim, group)
             return finish(y, residual, mask, channel_dim, self.activation)
         tensors = x, self.weight, self.bias, mask, channel_dim, self.spec, self.population
@@ -269,29 +260,22 @@ class BatchLayerNorm(nn.Module):
 
     def extra_repr(self) -> str:
         """What was chosen: features, positions, configuration, and whatever is not a default."""
-        shown = [str(self.num_features)]
-        if self.channel_dim != 1:
-            shown.append(f"channel_dim={self.channel_dim}")
-        if self.groups is not None:
-            shown.append(f"groups={self.groups}")
-        if self.per_position:
-            shown += ["per_position=True"] * (self.groups is not None)
-            shown.append(f"position_shape={self.population.position_shape}")
-        elif self.groups is None:
-            shown.append("per_position=False")
-        shown.append(f"config={self.config}")
-        usual = {**Spec.of(self.groups, self.per_position, self.eps)._asdict(), "eps": 1e-4, "momentum": 0.1}
-        for name in ("eps", "mix_eps", "momentum", "dim_scale"):
-            if (value := getattr(self, name)) != usual[name]:
-                shown.append(f"{name}={value}")
-        if self.activation is not None:
-            shown.append(f"activation={self.activation}")
-        if self.memory is not None:
-            shown.append(f"memory={self.memory.samples}")
-        if self.weight is None:
-            shown.append("affine=False")
-        elif self.bias is None:
-            shown.append("bias=False")
-        if self._group is not None:
-            shown.append(f"process_group={self._group!r}")
-        return ", ".join(shown)
+        usual = Spec.of(self.groups, self.per_position, self.eps)
+        options = [
+            ("channel_dim", self.channel_dim, 1),
+            ("groups", self.groups, None),
+            ("per_position", self.per_position, self.groups is None),
+            *[("position_shape", self.population.position_shape, ...)] * self.per_position,
+            ("config", self.config, ...),
+            ("eps", self.eps, 1e-4),
+            ("mix_eps", self.mix_eps, usual.mix_eps),
+            ("momentum", self.momentum, 0.1),
+            ("dim_scale", self.dim_scale, usual.dim_scale),
+            ("activation", self.activation, None),
+            ("memory", self.memory and self.memory.samples, None),
+            ("affine", self.weight is not None, True),
+            ("bias", self.weight is None or self.bias is not None, True),
+            ("process_group", self._group, None),
+        ]
+        shown = [f"{name}={value}" for name, value, default in options if value != default]
+        return ", ".join([str(self.num_features), *shown])

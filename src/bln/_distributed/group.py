@@ -43,7 +43,8 @@ class Group:
         return f"<{self.given.size()} ranks>"
 
     def resolve(self) -> ProcessGroup | None:
-        """The group as it is now; ``None`` while the world is this process alone."""
-        if not isinstance(self.given, str):
-            return self.given
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        """The group as it is now; ``None`` while it is this process alone."""
+        if isinstance(self.given, str) and not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = dist.group.WORLD if isinstance(self.given, str) else self.given
+        return group if group is not None and group.size() > 1 else None

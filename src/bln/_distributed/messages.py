@@ -65,14 +65,14 @@ class Task(NamedTuple):
         """How many positions statistics are kept for."""
         return math.prod(self.positions)
 
-    def size(self, d: int) -> int:
-        """The length of a message forward, in the published form."""
-        return self.known * (2 * d + (3 if self.spec.per_position else 4))
+
+MOST_POSITIONS = 8
+"""Dimensions of positions a layer may have, where ranks tell each other."""
 
 
 def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.device) -> None:
     """Refuse positions that are not those of all ranks, before the first message: messages would not fit together."""
-    sizes = (*positions, *[0] * 8)[:8]
+    sizes = (*positions, *[0] * MOST_POSITIONS)[:MOST_POSITIONS]
     everyones = gather(torch.tensor(sizes, device=device), group).view(-1, len(sizes)).tolist()
     if any(other != everyones[0] for other in everyones):
         known = [tuple(size for size in sizes if size) for sizes in everyones]
@@ -111,18 +111,17 @@ def sums_of(
     feature_mean: Tensor, feature_var: Tensor, entries: int | Tensor, present: int | Tensor, task: Task
 ) -> Sums:
     """Sums of feature statistics and counts, as tensors at the positions statistics are kept for."""
-    if isinstance(entries, Tensor):
-        entries = entries.to(feature_var.dtype)
-    else:
-        entries = feature_var.new_full(feature_var.shape, entries)
+    entries, present = (
+        count.to(feature_var.dtype) if isinstance(count, Tensor) else feature_var.new_full(shape, count)
+        for count, shape in ((entries, feature_var.shape), (present, ()))
+    )
     if task.spec.groups is None:
         feature_mean, feature_var = (fit(value, task.positions) for value in (feature_mean, feature_var))
-    present = present.to(feature_var.dtype) if isinstance(present, Tensor) else feature_var.new_full((), present)
     return Sums(fit(entries, task.positions), feature_mean, feature_var, present)
 
 
-def _exchange(collective: Any, *tensors: Tensor, group: ProcessGroup) -> None:
-    """A collective, with an error that says what may have happened."""
+def exchange(what: str, collective: Any, *tensors: Any, group: ProcessGroup) -> None:
+    """Run a collective, with an error that says what may have happened; ``what`` begins it."""
     if torch.compiler.is_compiling():
         collective(*tensors, group=group)
         return
@@ -130,10 +129,13 @@ def _exchange(collective: Any, *tensors: Tensor, group: ProcessGroup) -> None:
         collective(*tensors, group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {group.rank()} of {group.size()} could not exchange statistics in a synchronized BatchLayerNorm. "
-            "Another rank has died, takes longer than the group's timeout, or does not call the layer as often as this "
-            f"one: ranks that run out of data must feed empty batches. The error was: {error}"
+            f"rank {group.rank()} of {group.size()} could not {what}. Another rank has died, takes longer than the "
+            "group's timeout, or does not do so as often as this one: ranks that run out of data must feed empty "
+            f"batches. The error was: {error}"
         ) from error
+
+
+_STATISTICS = "exchange statistics in a synchronized BatchLayerNorm"
 
 
 def gather(message: Tensor, group: ProcessGroup) -> Tensor:
@@ -141,7 +143,7 @@ def gather(message: Tensor, group: ProcessGroup) -> Tensor:
     gathered = message.new_empty(group.size() * len(message))
     # torch renamed it in 2.13.
     collective = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    _exchange(collective, gathered, message, group=group)
+    exchange(_STATISTICS, collective, gathered, message, group=group)
     return gathered
 
 
@@ -163,35 +165,25 @@ def join(mean: Tensor, squares: Tensor, sums: Sums, task: Task) -> tuple[Tensor,
 def add_up(message: Tensor, task: Task) -> Tensor:
     """Over ranks, what the loss says of mean and variance, ``(*positions, 2, d)``: the collective of backward."""
     flat = message.to(task.dtype).reshape(-1)  # the same on all ranks, whatever way they go
-    _exchange(dist.all_reduce, flat, group=task.group)
+    exchange(_STATISTICS, dist.all_reduce, flat, group=task.group)
     return flat.view(message.shape)
 
 
-def _number(count: Tensor) -> int | None:
-    """The count, where it is the same at all positions and can be looked at: that saves operations."""
-    if not is_host_readable(count):
-        return None
-    if not count.dim():
-        return int(count)
-    least, most = (int(bound) for bound in count.aminmax())
-    return least if least == most else None
+def _count(count: Tensor) -> int | Tensor:
+    """The count; as a number where it is the same at all positions and can be looked at, which saves operations."""
+    if is_host_readable(count):
+        least, most = (int(bound) for bound in count.aminmax())
+        if least == most:
+            return least
+    return count.long()
 
 
 def conclude(mean: Tensor, var: Tensor, sums: Sums, task: Task) -> Joined:
     """For the population, from what ``join`` gave."""
-    m = sums.entries if task.spec.per_position else sums.present
-    same = _number(m)
-    divisor: int | Tensor
-    if same is None:
-        counts: tuple[int | Tensor, int | Tensor] = m.long(), sums.entries.long()
-        divisor, inverse_m = sums.entries.clamp(min=1), 1 / m.clamp(min=1)
-    else:
-        counts = same, same if m.dim() else int(sums.entries)
-        divisor, inverse_m = clamp_count(counts[1]), m.new_full(m.shape, 1 / max(same, 1))
-    present: int | Tensor = counts[0]
-    if task.spec.groups is not None:
-        number = _number(sums.present)
-        present = sums.present.long() if number is None else number
-        divisor = clamp_count(present)
-    statistics = Statistics(mean, var, sums.feature_mean / divisor, sums.feature_var / divisor, inverse_m)
-    return Joined(statistics, *counts, present)
+    samples = sums.entries if task.spec.per_position else sums.present
+    m, entries, present = _count(samples), _count(sums.entries), _count(sums.present)
+    if task.spec.groups is None:
+        present = m
+    divisor = clamp_count(entries if task.spec.groups is None else present)
+    features = sums.feature_mean / divisor, sums.feature_var / divisor
+    return Joined(Statistics(mean, var, *features, 1 / samples.clamp(min=1)), m, entries, present)

@@ -16,14 +16,12 @@ from .. import formula
 from ..layer import BatchLayerNorm
 from ..population import STATISTICS
 from .group import Group
+from .messages import MOST_POSITIONS, exchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..population import Population
-
-_MOST_POSITIONS = 8
-"""Dimensions of positions a layer may have, where ranks tell each other."""
 
 
 class OtherRankFailedError(RuntimeError):
@@ -77,15 +75,13 @@ class Ranks:
     def _say(self, number: int, *, ok: bool) -> list[list[int]]:
         if self.size == 1:
             return [[int(ok), number]]
-        heard: list[list[int]] = self._all(torch.tensor([int(ok), number])).tolist()
-        return heard
+        return self._all(torch.tensor([int(ok), number])).tolist()  # type: ignore[no-any-return]
 
     def _all(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked."""
         tensor = tensor.to(self._device)
         heard = [torch.empty_like(tensor) for _ in range(self.size)]
-        with _explained(self.rank, self.size):
-            dist.all_gather(heard, tensor, group=self._group)
+        exchange("meet the others", dist.all_gather, heard, tensor, group=self._group)
         return torch.stack(heard).cpu()
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -101,8 +97,7 @@ class Ranks:
 
     def tell(self, numbers: list[int]) -> list[int]:
         """Rank 0's numbers; all give as many."""
-        told: list[int] = self.gather(torch.tensor([numbers]))[0].tolist()
-        return told
+        return self.gather(torch.tensor([numbers]))[0].tolist()  # type: ignore[no-any-return]
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of tensors of one shape."""
@@ -110,20 +105,8 @@ class Ranks:
             return tensor
         self.meet()
         there = tensor.to(self._device)
-        with _explained(self.rank, self.size):
-            dist.all_reduce(there, group=self._group)
+        exchange("meet the others", dist.all_reduce, there, group=self._group)
         return there.to(tensor.device)
-
-
-@contextmanager
-def _explained(rank: int, size: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank} of {size} lost the others: one of them has died, or takes longer than the group's timeout. "
-            f"The error was: {error}"
-        ) from error
 
 
 @torch.no_grad()
@@ -170,8 +153,8 @@ def _agree(layers: Mapping[str, BatchLayerNorm], ranks: Ranks) -> None:
     rows = []
     for layer in layers.values():
         positions = layer.population.position_shape
-        sizes = [-1] if positions is None else [len(positions), *positions]
-        rows.append(sizes + [0] * (1 + _MOST_POSITIONS - len(sizes)))
+        rows.append([-1] if positions is None else [len(positions), *positions])
+        rows[-1] += [0] * (1 + MOST_POSITIONS - len(rows[-1]))
     told = ranks.gather(torch.tensor([rows])).tolist() if rows else []
     for (name, layer), *all_sizes in zip(layers.items(), *told, strict=True):
         known = {tuple(sizes[1 : 1 + sizes[0]]) for sizes in all_sizes if sizes[0] >= 0}

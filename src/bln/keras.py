@@ -41,11 +41,11 @@ __all__ = [
 
 
 _PARAMETER_OPTIONS = {
-    f"{parameter}_{kind}": getattr(keras, f"{kind}s")
-    for parameter in ("beta", "gamma")
+    f"{parameter}_{kind}": (getattr(keras, f"{kind}s"), initial if kind == "initializer" else None)
+    for parameter, initial in (("beta", "zeros"), ("gamma", "ones"))
     for kind in ("initializer", "regularizer", "constraint")
 }
-"""Where Keras looks up the options of the parameters."""
+"""Where Keras looks up the options of the parameters, and their defaults."""
 
 
 @keras.saving.register_keras_serializable(package="bln")
@@ -73,13 +73,8 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time: compiled functions follow. It is saved with the weights.
         dim_scale: Divide by the root of the number of features; the default without ``groups``.
-        beta_initializer: This and the next ones are what Keras's own normalization layers take.
-        gamma_initializer: Of the scale.
-        beta_regularizer: Of the shift.
-        gamma_regularizer: Of the scale.
-        beta_constraint: Of the shift.
-        gamma_constraint: Of the scale.
-        **kwargs: ``name``, ``dtype`` and so on.
+        **kwargs: ``beta_initializer``, ``gamma_regularizer``, ``beta_constraint`` and so on, as Keras's own
+            normalization layers take them; ``name``, ``dtype`` and what else any layer takes.
 
     Shape:
         ``(N, *positions, C)``, or features at ``axis``; the output has the input's shape. ``mask``:
@@ -110,23 +105,18 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         scale: bool = True,
         config: StatisticsConfig | str = "TTFF",
         dim_scale: bool | None = None,
-        beta_initializer: Any = "zeros",
-        gamma_initializer: Any = "ones",
-        beta_regularizer: Any = None,
-        gamma_regularizer: Any = None,
-        beta_constraint: Any = None,
-        gamma_constraint: Any = None,
         **kwargs: Any,
     ) -> None:
+        options = {
+            name: library.get(kwargs.pop(name, default)) for name, (library, default) in _PARAMETER_OPTIONS.items()
+        }
         super().__init__(**kwargs)
+        for name, value in options.items():
+            setattr(self, name, value)
         self.spec = Spec.of(groups, per_position, epsilon, mix_epsilon, dim_scale)
         self.position_shape = sizes(position_shape, self.per_position)
         self.axis = check_layer("axis", axis, -1, momentum, "old")
         self.momentum, self.center, self.scale = momentum, center, scale
-        of_beta = beta_initializer, beta_regularizer, beta_constraint
-        of_gamma = gamma_initializer, gamma_regularizer, gamma_constraint
-        for (name, library), given in zip(_PARAMETER_OPTIONS.items(), of_beta + of_gamma, strict=True):
-            setattr(self, name, library.get(given))
         self.supports_masking = True
         self.gamma = self.beta = None
         self._priors = None
@@ -151,7 +141,8 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         plain = ["axis", "groups", "per_position", "position_shape", "epsilon", "mix_epsilon", "momentum"]
         plain += ["center", "scale", "dim_scale"]
         config = {**super().get_config(), **{name: getattr(self, name) for name in plain}, "config": str(self.config)}
-        return config | {name: library.serialize(getattr(self, name)) for name, library in _PARAMETER_OPTIONS.items()}
+        options = {name: lib.serialize(getattr(self, name)) for name, (lib, _) in _PARAMETER_OPTIONS.items()}
+        return config | options
 
     # ---- building
 
@@ -167,13 +158,13 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
 
         def add(name: str, shape: tuple[int, ...], value: Any = None, **options: Any) -> Any:
             if value is not None:
-                options |= {"trainable": False, "initializer": lambda shape, dtype: _filled(value, shape, dtype)}
-            return self.add_weight(shape=shape, name=name, autocast=False, **options)
+                options["initializer"] = lambda shape, dtype: ops.array(np.broadcast_to(value, shape), dtype)
+            return self.add_weight(shape=shape, name=name, autocast=False, trainable=value is None, **options)
 
-        kinds = "initializer", "regularizer", "constraint"
         for name, wanted in (("gamma", self.scale), ("beta", self.center)):
             if wanted:
-                options = {kind: getattr(self, f"{name}_{kind}") for kind in kinds}
+                of_name = [option for option in _PARAMETER_OPTIONS if option.startswith(name)]
+                options = {option.removeprefix(f"{name}_"): getattr(self, option) for option in of_name}
                 setattr(self, name, add(name, (features,), **options))
         for name, size in formula.shapes(self._positions, features, self.groups).items():
             kind = "int" if name in formula.COUNTERS else _wide(self.variable_dtype)
@@ -256,10 +247,6 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         variable.assign(ops.array(value, variable.dtype))
 
 
-def _filled(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    return ops.array(np.broadcast_to(value, shape), dtype)
-
-
 def _wide(*dtypes: Any) -> str:
     """Return the type to compute in. ``keras.backend.result_type`` knows no float64 on JAX and torch."""
     return "float64" if "float64" in map(keras.backend.standardize_dtype, dtypes) else "float32"
@@ -323,16 +310,6 @@ class Calibrate(keras.callbacks.Callback):
     Args:
         batches: What ``calibrate`` takes; each evaluation goes through them.
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
-
-    Examples:
-        >>> import keras, numpy, bln.keras
-        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization()])
-        >>> model.compile(loss="mse")
-        >>> x = numpy.random.normal(size=(12, 3))
-        >>> each_time = bln.keras.Calibrate([x[:6], x[6:]])
-        >>> history = model.fit(x, x, epochs=2, verbose=0, validation_data=(x, x), callbacks=[each_time])
-        >>> int(model.layers[0].updates[0])
-        2
     """
 
     def __init__(self, batches: Iterable[Any], *, progress: bool = False) -> None:

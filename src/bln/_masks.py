@@ -32,18 +32,18 @@ def count(shape: Sequence[int], mask: Tensor | None, per_position: bool) -> tupl
     return present(mask).sum(), mask.sum()
 
 
-def samples_at(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> tuple[int | Tensor, tuple[int, ...]]:
-    """``m`` of an input, and the positions that have statistics of their own."""
+def counts_of(
+    x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec
+) -> tuple[int | Tensor, int | Tensor, tuple[int, ...]]:
+    """``count`` of an input, and the positions that have statistics of their own."""
     shape = list(x.shape)
     del shape[channel_dim]
-    return count(shape, mask, spec.per_position)[0], positions_of(x, channel_dim, spec)
+    return *count(shape, mask, spec.per_position), tuple(shape[1:]) if spec.per_position else ()
 
 
 def positions_of(x: Tensor, channel_dim: int, spec: Spec) -> tuple[int, ...]:
     """The positions of an input that have statistics of their own."""
-    shape = list(x.shape)
-    del shape[channel_dim]
-    return tuple(shape[1:]) if spec.per_position else ()
+    return counts_of(x, None, channel_dim, spec)[2]
 
 
 def present(mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import formula
 from ._backends.operators import Recall
-from ._masks import samples_at
+from ._masks import counts_of
 from ._spec import Spec, positive
 from .formula import Statistics
 from .population import Population, keep_precision, window
@@ -51,7 +51,7 @@ class Memory(nn.Module):
 
     def recall(self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> Recall:
         """The function that joins the statistics of this request with what is remembered."""
-        m, positions = samples_at(x, mask, channel_dim, spec)
+        m, _, positions = counts_of(x, mask, channel_dim, spec)
         return partial(self._join, m=m, positions=positions)
 
     def _join(self, current: Statistics, m: int | Tensor, positions: tuple[int, ...]) -> Statistics:
@@ -60,11 +60,9 @@ class Memory(nn.Module):
         with nullcontext() if torch.compiler.is_compiling() else _lock:
             mean, var, count = (value[at] if at else value for value in (self.mean, self.var, self.count))
             counts = torch.stack([count, torch.zeros_like(count) + m])
-            parts = counts[..., None]
-            means = torch.stack([mean, current.batch_mean])
-            squares = parts * torch.stack([var, current.batch_var])
-            batch_mean, batch_var = formula.combine(torch, parts, means, squares)
-            number = counts.sum(0)
+            means, variances = torch.stack([mean, current.batch_mean]), torch.stack([var, current.batch_var])
+            parts, number = counts[..., None], counts.sum(0)
+            batch_mean, batch_var = formula.combine(torch, parts, means, parts * variances)
             with torch.no_grad():
                 finite = batch_var.isfinite().all() & batch_mean.isfinite().all()
                 for kept, new in ((mean, batch_mean), (var, batch_var), (count, number.clamp(max=self.samples))):

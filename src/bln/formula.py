@@ -183,28 +183,21 @@ def choose(
     )
 
 
-def population_share(prior: Any, inverse_m: Any) -> Any:
-    """Return ``k / (k + m)``, the weight of the population against a statistic of ``m`` samples."""
-    return prior * inverse_m / (1 + prior * inverse_m)
-
-
-def _shrunk(prior: float, population: Any, current: Any, inverse_m: Any) -> Any:
+def _shrunk(prior: Any, population: Any, current: Any, inverse_m: Any) -> Any:
     """Return the value at a known prior strength; where that is infinite or 0, nothing is computed."""
     if prior == POPULATION:
         return population
     if prior == CURRENT:
         return current
-    return _mixed(population_share(prior, inverse_m), population, current)
-
-
-def _mixed(share: Any, population: Any, current: Any) -> Any:
+    share = prior * inverse_m / (1 + prior * inverse_m)  # k / (k + m), the population's
     return share * population + (1 - share) * current
 
 
 def _selected(where: Any, prior: Any, population: Any, current: Any, inverse_m: Any) -> Any:
     """Return the value at prior strengths in an array."""
     finite = where(prior < POPULATION, prior, 0.0)  # else inf / inf, whose NaN would enter derivatives
-    mixed = _mixed(population_share(finite, inverse_m), population, current)
+    share = finite * inverse_m / (1 + finite * inverse_m)
+    mixed = share * population + (1 - share) * current
     return where(prior == POPULATION, population, where(prior == CURRENT, current, mixed))
 
 
@@ -374,18 +367,10 @@ def update(
 
 def complete(xp: Any, after: Averages, before: Averages, groups: int | None) -> Averages:
     """Take from ``before`` what ``after`` has not learned, and ``1/m`` wherever it was known."""
-    names = Statistics._fields
-    take = xp.stack([
-        before.updates[row] > 0 if name == "inverse_m" else after.updates[row] == 0 for row, name in enumerate(names)
-    ])  # fmt: skip
-    values = [
-        xp.where(
-            broadcast_counter(name, take[row], groups),
-            getattr(before.statistics, name),
-            getattr(after.statistics, name),
-        )
-        for row, name in enumerate(names)
-    ]
+    known, unlearned = before.updates > 0, after.updates == 0
+    take = xp.stack([(known if name == "inverse_m" else unlearned)[at] for at, name in enumerate(Statistics._fields)])
+    pairs = zip(Statistics._fields, take, before.statistics, after.statistics, strict=True)
+    values = (xp.where(broadcast_counter(name, row, groups), old, new) for name, row, old, new in pairs)
     counters = (xp.where(take, *pair) for pair in zip(before[1:], after[1:], strict=True))
     return Averages(Statistics(*values), *counters)
 
@@ -464,16 +449,9 @@ def gradients(
 ) -> tuple[Any, Any, Any, Any]:
     """Return ``c1`` and ``c0`` of ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta.
 
-    This is the chain rule through ``coefficients`` and the statistics of training, from sums over positions alone.
-
-    Args:
-        xp: The library.
-        s: The statistics of the mini-batch.
-        moments: Their origin, with ``weight`` the number of positions: of each sample, or a number for all.
-        sums: ``dy`` summed over positions, ``(N, d)``.
-        dots: ``dy * (x - mean)`` summed over positions, the mean being that of ``moments``.
-        gamma: The scale, or ``None``.
-        spec: The options.
+    This is the chain rule through ``coefficients`` and the statistics of training, from sums over positions alone:
+    ``sums`` of ``dy`` and ``dots`` of ``dy * (x - mean)``, both ``(N, d)``. The weight in ``moments``, from which the
+    statistics were taken, is the number of positions: of each sample, or a number for all.
     """
     assert spec.groups is not None
     d, positions = moments.mean.shape[-1], moments.weight

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _positions, formula
-from ._masks import clamp_count, count, is_host_readable, samples_at
+from ._masks import clamp_count, counts_of, is_host_readable
 from ._masks import present as samples_in
 from ._spec import Spec
 from .formula import COUNTERS, INITIAL, Averages, MiniBatch, Statistics
@@ -23,15 +23,9 @@ Snapshot = tuple[bool, dict[str, Tensor]]
 class Population(nn.Module):
     """Population statistics, features last, and how many mini-batches and samples each stands for.
 
-    Args:
-        num_features: ``C``.
-        position_shape: Positions with statistics of their own, ``()`` for none, ``None`` while they are unknown: then
-            the statistics, broadcast over all positions, wait for the first mini-batch to say.
-        device: Of the statistics.
-        dtype: Of the layer's parameters; statistics are float64 where this is, else float32.
-        groups: Feature statistics have one value for each of these, in place of positions.
-
-    The counters have a row for each statistic, in the order of ``Statistics``.
+    ``position_shape`` is ``()`` without positions, and ``None`` while they are unknown: then the statistics, broadcast
+    over all positions, wait for the first mini-batch to say. ``dtype`` is that of the layer's parameters; statistics
+    are float64 where this is, else float32. The counters have a row for each statistic, in the order of ``Statistics``.
     """
 
     batch_mean: Tensor
@@ -99,7 +93,7 @@ class Population(nn.Module):
 
     def at_positions_of(self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> Statistics:
         """The statistics at an input's positions; where nothing was seen yet, ``m`` is that of the input."""
-        m, positions = samples_at(x, mask, channel_dim, spec)
+        m, _, positions = counts_of(x, mask, channel_dim, spec)
         return self.statistics(positions, m)
 
     def positions_for(self, positions: tuple[int, ...]) -> tuple[int, ...]:
@@ -165,10 +159,8 @@ class Population(nn.Module):
         self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, batch: Statistics, momentum: float | None
     ) -> None:
         """``update`` with the statistics of an input."""
-        shape = list(x.shape)
-        del shape[channel_dim]
-        m, entries = count(shape, mask, spec.per_position)
-        self.update(batch, m, entries, mask, tuple(shape[1:]) if spec.per_position else (), momentum)
+        m, entries, positions = counts_of(x, mask, channel_dim, spec)
+        self.update(batch, m, entries, mask, positions, momentum)
 
     def _estimates(
         self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None, present: int | Tensor
@@ -295,17 +287,15 @@ class Population(nn.Module):
         saved = self._saved(state_dict, prefix)
         if "batch_mean" in saved:
             positions, known = tuple(saved["batch_mean"].shape[:-1]), self.position_shape
-            if known is None:
-                if positions:
-                    self.learn_positions(positions)
+            if positions and known is None:
+                self.learn_positions(positions)
             elif known and not positions:
                 shapes = self._shapes(known)
                 state_dict.update({prefix + name: spread(t, name, shapes[name]) for name, t in saved.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name in INITIAL:  # they may have been assigned, as they were in the dict
             value = getattr(self, name)
-            if _narrow(value) or not value.is_contiguous():
-                setattr(self, name, (value.float() if _narrow(value) else value).contiguous())
+            setattr(self, name, (value.float() if _narrow(value) else value).contiguous())
 
 
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:

@@ -21,16 +21,18 @@ def train(
     """Algorithm 1 of ``x``, float32 or float64, in the published form; there is no mask."""
     n, d = x.shape[0], x.shape[channel_dim]
     w_B, w_F = formula.weights(1 / n, spec.mix_eps, d, spec.dim_scale)
-    per_position, eps = spec.per_position, spec.eps
+    eps = spec.eps
     gamma = x.new_ones(d) if gamma is None else gamma
     beta = x.new_zeros(d) if beta is None else beta
 
     rows = moved(x, channel_dim, x.dim() - 1)
-    together = rows.is_contiguous()
-    lying, at = (
-        (rows, x.dim() - 1) if together else (x, channel_dim)
-    )  # each view that is spared need not be differentiated
-    y_B, batch_mean, batch_rstd = _batch_norm(lying, gamma * w_B, beta, at, per_position, eps)
+    together = rows.is_contiguous()  # then each view that is spared need not be differentiated
+    lying, at = (rows, x.dim() - 1) if together else (x, channel_dim)
+    columns = Columns(lying, at, spec.per_position)
+    scale, shift = columns.spread(gamma * w_B), columns.spread(beta)
+    y_B, *statistics = torch.native_batch_norm(columns.of(lying), scale, shift, None, None, True, 0.0, eps)
+    batch_mean, batch_rstd = (columns.features_last(value) for value in statistics)
+    y_B = columns.restore(y_B)
 
     scale = gamma * w_F
     if d < 8:  # rows too narrow for layer norm's vectors: its backward takes three times as long as these operators
@@ -47,28 +49,13 @@ def train(
 
     # Into memory that is there, where it can be: a new page costs more than the sum that fills it.
     y = moved(y_F.add_(y_B), x.dim() - 1, channel_dim) if together else y_B + moved(y_F, -1, channel_dim)
-    return y, Statistics(
-        batch_mean,
-        variance(batch_rstd, eps),
-        feature_mean.squeeze(-1),
-        feature_var.squeeze(-1),
-        x.new_full((), 1 / n),
-    )
+    features = feature_mean.squeeze(-1), feature_var.squeeze(-1)
+    return y, Statistics(batch_mean, variance(batch_rstd, eps), *features, x.new_full((), 1 / n))
 
 
 def variance(rstd: Tensor, eps: float) -> Tensor:
     """The variance from a norm's inverse deviation; its rounding error is that of variance + eps, as it is used."""
     return rstd.pow(-2).sub_(eps).clamp(min=0)
-
-
-def _batch_norm(
-    x: Tensor, scale: Tensor, shift: Tensor, channel_dim: int, per_position: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm of ``x``; its means and deviations with features last."""
-    columns = Columns(x, channel_dim, per_position)
-    scale, shift = columns.spread(scale), columns.spread(shift)
-    y, mean, rstd = torch.native_batch_norm(columns.of(x), scale, shift, None, None, True, 0.0, eps)
-    return columns.restore(y), columns.features_last(mean), columns.features_last(rstd)
 
 
 def moved(x: Tensor, dim: int, to: int) -> Tensor:

@@ -42,7 +42,7 @@ def train(layer: BatchLayerNorm, x: Tensor, mask: Tensor | None, channel_dim: in
         y, joined = kernels.ranks.train(*tensors, task)
     else:
         wide = widened(*tensors, population.batch_mean)
-        y, joined = _plain(*wide, mask, task) if plain else _native(*wide, task)
+        y, joined = _plain(*wide, mask, task) if plain else _Train.apply(*wide, task)  # type: ignore[no-untyped-call]
         y = like(y, x)
     if not recomputing():
         joined.update(population, layer.momentum, task)
@@ -106,22 +106,15 @@ def _plain(
 # ---- by torch's own norms, as in native.py
 
 
-def _native(x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: Task) -> tuple[Tensor, Joined]:
-    d = x.shape[task.channel_dim]
-    gamma = x.new_ones(d) if gamma is None else gamma
-    beta = x.new_zeros(d) if beta is None else beta
-    y, joined = _Train.apply(x, gamma, beta, task)  # type: ignore[no-untyped-call]
-    return y, joined
-
-
 class _Train(torch.autograd.Function):
     """Batch norm with statistics from outside, plus layer norm; keeps the input and the statistics for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, task: Task) -> tuple[Tensor, Joined]:
-        rows = native.moved(x, task.channel_dim, -1)
+    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: Task) -> tuple[Tensor, Joined]:
+        rows, spec = native.moved(x, task.channel_dim, -1), task.spec
         n, d = rows.shape[0], rows.shape[-1]
-        spec = task.spec
+        gamma = x.new_ones(d) if gamma is None else gamma
+        beta = x.new_zeros(d) if beta is None else beta
         columns = native.Columns(x, task.channel_dim, spec.per_position)
         seen = columns.of(x)
         own_mean, own_var = (columns.features_last(s) for s in torch.batch_norm_update_stats(seen, None, None, 0.0))
@@ -137,18 +130,15 @@ class _Train(torch.autograd.Function):
 
         joined = conclude(joined_mean, joined_var, total, task)
         mean, var = (here(value, task.positions, rows) for value in (joined_mean, joined_var))
-        inverse_m: Any
-        count: Any
+        inverse_m: Any = 1 / joined.m
+        count: Any = joined.entries
         if isinstance(joined.m, Tensor):
             inverse_m = here(joined.statistics.inverse_m, task.positions, rows)[..., None]
             count = here(total.entries, task.positions, rows)[..., None].clamp(min=1)
-        else:
-            inverse_m, count = 1 / joined.m, joined.entries
         w_B, w_F = formula.weights(inverse_m, spec.mix_eps, d, spec.dim_scale)
         gamma_B = gamma * w_B
-        y = columns.empty(
-            x
-        )  # no view of another tensor: those cannot be changed in place, as a following ReLU may want
+        # No view of another tensor: those cannot be changed in place, as a following ReLU may want.
+        y = columns.empty(x)
         torch.native_batch_norm(
             seen, columns.spread(gamma_B), columns.spread(beta), columns.spread(mean), columns.spread(var),
             False, 0.0, spec.eps, out=(columns.of(y), x.new_empty(0), x.new_empty(own_var.numel())),
@@ -189,8 +179,11 @@ class _Train(torch.autograd.Function):
         positions = tuple(range(mean.dim() - 1))
         d_gamma = (w_B * dot).sum(positions) + w_F * scale_F if positions else w_B * dot + w_F * scale_F
         d_beta = total.sum(positions) if positions else total
+        wanted = [
+            value if wants else None for value, wants in zip((d_gamma, d_beta), ctx.needs_input_grad[1:], strict=False)
+        ]
         if not ctx.needs_input_grad[0]:
-            return None, d_gamma, d_beta, None
+            return None, *wanted, None
 
         total, dot = here(message, task.positions, rows).to(x.dtype).unbind(-2)
         # Of the batch part, scale * dy - total / count - (x - mean) * dot / count, sorted by x and dy:
@@ -200,6 +193,6 @@ class _Train(torch.autograd.Function):
         dx_F = native.moved(dx_F, -1, task.channel_dim)
         if rows.is_contiguous():  # into memory that is there: a new page costs more than what fills it
             columns.of(dx_F).addcmul_(seen, slope).addcmul_(dy_seen, scale).add_(offset)
-            return dx_F, d_gamma, d_beta, None
+            return dx_F, *wanted, None
         dx = torch.addcmul(offset, seen, slope).addcmul_(dy_seen, scale)
-        return columns.restore(dx).add_(dx_F), d_gamma, d_beta, None
+        return columns.restore(dx).add_(dx_F), *wanted, None

@@ -102,7 +102,7 @@ _CSS = """
 * { box-sizing: border-box; }
 body { margin:0; background:var(--back); color:var(--ink); line-height:1.5; overflow-wrap:break-word;
   font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue","DejaVu Sans",sans-serif; font-size:16px; }
-main { max-width:1160px; margin:0 auto; padding:24px 20px 64px; }
+main { max-width:1240px; margin:0 auto; padding:24px 20px 64px; }
 h1 { font-size:1.8rem; line-height:1.2; margin:.4em 0 .3em; }
 h2 { font-size:1.4rem; margin:2.2em 0 .5em; padding-top:.6em; border-top:1px solid var(--line); }
 h3 { font-size:1.1rem; margin:1.8em 0 .4em; }

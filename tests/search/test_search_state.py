@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from search_nets import Residual, copies, data, dense, trained
+from search_nets import ROUNDING, Residual, copies, data, dense, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -139,6 +139,23 @@ def test_buffers_of_other_modules_are_put_back():
     result = bln.search(model, BATCHES, loss=F.cross_entropy)
     assert result.mode == "separate"
     assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+
+
+def test_requests_that_layers_remember_enter_no_score_and_stay():
+    model = trained(dense(), TRAIN)
+    expected = bln.search(model, BATCHES, loss=F.cross_entropy)
+    for layer in bln.layers(model).values():
+        layer.memory = 50
+    model.eval()
+    bln.configure(model, "FFFF")
+    model(BATCHES[0][0])
+    before = [buffer.clone() for layer in bln.layers(model).values() for buffer in layer.memory.buffers()]
+    result = bln.search(model, BATCHES, loss=F.cross_entropy)
+    for row in result:
+        assert row.loss == pytest.approx(expected[str(row.config)].loss, rel=ROUNDING)
+    assert any("without the requests that layers remember" in note for note in result.notes)
+    after = [buffer for layer in bln.layers(model).values() for buffer in layer.memory.buffers()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 # ---- bad input

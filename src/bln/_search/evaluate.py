@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -40,75 +40,78 @@ class Evaluator:
         layers: Its BLN layers.
         measure: The loss and metrics.
         step: ``step(model, batch) -> (outputs, targets)``, or ``None`` for batches of ``(inputs, targets)``.
+        single: Each sample of a mini-batch is one of its own.
 
     Attributes:
-        why: Why whole mini-batches (``False``) or single samples (``True``) run separately; empty if together.
+        why: Why assignments run separately; empty if together, ``None`` before the first mini-batch.
         width: How many assignments fit in memory together, once more did not.
+        sizes: The most values of each layer's output, in the first mini-batch.
     """
 
     model: nn.Module
     layers: Sequence[BatchLayerNorm]
     measure: Measure
     step: models.Step | None
-    why: dict[bool, str] = field(default_factory=dict)
+    single: bool = False
+    why: str | None = None
     width: int | None = None
+    sizes: dict[nn.Module, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._device = next(chain(self.model.parameters(), self.model.buffers())).device
-        self._sizes: dict[nn.Module, int] = {}  # of each layer's input, in the first mini-batch
+
+    def of_samples(self) -> Evaluator:
+        """Score single samples; where mini-batches run separately, so do they."""
+        return replace(self, single=True, why=self.why or None)
 
     @property
     def mode(self) -> str:
-        """How whole mini-batches run: ``together`` or ``separate``; a rank without any is ``idle``."""
-        return "idle" if not self.why else "separate" if self.why.get(False) else "together"
+        """How mini-batches run: ``together`` or ``separate``; a rank without any is ``idle``."""
+        return "idle" if self.why is None else "separate" if self.why else "together"
 
-    def __call__(self, batch: Any, assignments: Sequence[Assignment], *, single: bool = False) -> tuple[Tensor, int]:
-        """Score a mini-batch.
-
-        Args:
-            batch: The mini-batch.
-            assignments: Different from each other.
-            single: Make each sample a mini-batch of its own.
+    def __call__(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Tensor, int]:
+        """Score different assignments on a mini-batch.
 
         Returns:
             Scores ``(assignments, 1 + metrics)``, left on the device, and the number of samples.
         """
         batch = self._on_device(batch)
-        alone = self.why.get(False) or (len(assignments) == 1 and not single)
-        if not alone and single not in self.why:
-            scores = self._check(part(batch, 0, _PROBES) if single else batch, assignments, single)
-            if not single:
+        if len(assignments) == 1 and not self.single:
+            return self._separately(batch, assignments)
+        if self.why is None:
+            scores = self._check(part(batch, 0, _PROBES) if self.single else batch, assignments)
+            if not self.single:
                 return scores
-        if not (alone or self.why[single]):
+        if not self.why:
             try:
-                results = self._together(batch, assignments, single)
+                results = self._together(batch, assignments)
             except Exception as error:  # whatever the model cannot do vectorized, it can do without
-                self.why[single] = _headline(error)
+                self.why = _headline(error)
             else:
                 return self._scores(results, batch)
-        return self._separately(batch, assignments, single)
+        return self._separately(batch, assignments)
 
-    def _check(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
+    def _check(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Tensor, int]:
         """Return the scores of separate evaluations, and note whether one pass gives other losses."""
 
         def measure(layer: nn.Module, _: Any, y: Tensor) -> None:
-            self._sizes[layer] = max(self._sizes.get(layer, 0), y.numel())
+            self.sizes[layer] = max(self.sizes.get(layer, 0), y.numel())
 
         hooks = [layer.register_forward_hook(measure) for layer in self.layers]
         try:
-            scores = self._separately(batch, assignments, single)
+            scores = self._separately(batch, assignments)
         finally:
             for hook in hooks:
                 hook.remove()
-        self.why[single] = ""
+        self.why = ""
         try:
-            results = self._together(batch, assignments, single)
+            results = self._together(batch, assignments)
             losses, expected = (found[:, 0].cpu().double() for found, _ in (self._scores(results, batch), scores))
             within = _tolerance(self._device, [outputs for outputs, _ in results])
             if not torch.allclose(losses, expected, rtol=within, atol=within, equal_nan=True):
-                self.why[single] = "together they have other losses"
+                self.why = "together they have other losses"
         except Exception as error:
-            self.why[single] = _headline(error)
+            self.why = _headline(error)
         return scores
 
     def _on_device(self, batch: Any) -> Any:
@@ -138,26 +141,25 @@ class Evaluator:
             raise ValueError(f"step(model, batch) must return (outputs, targets), got {type(result).__name__}")
         return result[0], result[1]
 
-    def _separately(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> tuple[Tensor, int]:
-        if single:
-            samples = (part(batch, at, at + 1) for at in range(count_samples(batch)))
-            values = [self._separately(sample, assignments, False)[0] for sample in samples]
-            return torch.stack(values).cpu().double().mean(0), len(values)
-
-        def results() -> Iterator[tuple[Any, Any]]:
+    def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Tensor, int]:
+        def results(batch: Any) -> Iterator[tuple[Any, Any]]:
             for assignment in assignments:
                 with assigned(self.layers, assignment):
                     yield self._run(batch)
 
-        return self._scores(results(), batch)
+        if not self.single:
+            return self._scores(results(batch), batch)
+        samples = [part(batch, at, at + 1) for at in range(count_samples(batch))]
+        values = [self._scores(results(sample), sample)[0] for sample in samples]
+        return torch.stack(values).cpu().double().mean(0), len(values)
 
-    def _together(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> list[tuple[Any, Any]]:
+    def _together(self, batch: Any, assignments: Sequence[Assignment]) -> list[tuple[Any, Any]]:
         """Outputs and targets of each assignment; as many in one pass as fit in memory."""
         results: list[tuple[Any, Any]] = []
         while len(results) < len(assignments):
             chunk = assignments[len(results) : len(results) + self._copies(assignments)]
             try:
-                results += self._pass(batch, chunk, single)
+                results += self._pass(batch, chunk)
                 continue
             except (RuntimeError, MemoryError) as error:
                 if not _out_of_memory(error) or len(chunk) == 1:
@@ -168,9 +170,9 @@ class Evaluator:
                 torch.cuda.empty_cache()
         return results
 
-    def _pass(self, batch: Any, assignments: Sequence[Assignment], single: bool) -> list[tuple[Any, Any]]:
-        if single or self.step is not None:
-            run = partial(one_at_a_time, self._run, batch) if single else partial(self._run, batch)
+    def _pass(self, batch: Any, assignments: Sequence[Assignment]) -> list[tuple[Any, Any]]:
+        if self.single or self.step is not None:
+            run = partial(one_at_a_time, self._run, batch) if self.single else partial(self._run, batch)
             return together(run, self.model, self.layers, assignments)
         outputs = together(partial(models.run, self.model, batch), self.model, self.layers, assignments)
         return [(output, batch[1]) for output in outputs]  # targets are not the model's, and may be anything
@@ -179,7 +181,7 @@ class Evaluator:
         """How many assignments run in one pass."""
         copies = self.width or len(assignments)
         if self._device.type == "cpu" and (changing := differing(assignments)):
-            largest = max(1, *(self._sizes.get(layer, 0) for layer in self.layers[changing[0] :]))
+            largest = max(1, *(self.sizes.get(layer, 0) for layer in self.layers[changing[0] :]))
             copies = min(copies, max(_CPU_COPIES, _CPU_NUMBERS // largest))
         return math.ceil(len(assignments) / math.ceil(len(assignments) / copies))  # passes of about one size
 

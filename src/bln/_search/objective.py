@@ -37,6 +37,8 @@ class Objective:
     """The mini-batches, if they are kept."""
     orders: dict[str, Sequence[Any]] = field(default_factory=dict)
     """The same samples in other mini-batches, by name."""
+    singles: Evaluator | None = None
+    """Scores samples one at a time."""
 
     @property
     def shared(self) -> list[Assignment]:
@@ -71,8 +73,11 @@ class Objective:
     def rebatch(self, assignments: Sequence[Assignment], what: str) -> None:
         """Score every order of samples."""
         unknown = [assignment for assignment in assignments if not self.rows[assignment].rebatched]
+        if self.singles is None:
+            self.singles = self.evaluator.of_samples()
         for name, batches in self.orders.items():
-            scores, _ = self._average(unknown, batches, f"{what}, {name}", single=name == "single")
+            evaluator = self.singles if name == "single" else self.evaluator
+            scores, _ = self._average(unknown, batches, f"{what}, {name}", evaluator)
             for assignment, score in zip(unknown, scores, strict=True):
                 self.rows[assignment].rebatched[name] = score
 
@@ -81,22 +86,22 @@ class Objective:
         assignments: Sequence[Assignment],
         batches: Iterable[Any],
         what: str,
-        *,
-        single: bool = False,
+        evaluator: Evaluator | None = None,
         statistics: Sequence[Snapshots] = ((),),
         keep: bool = False,
     ) -> tuple[list[Score], list[int]]:
         """Average scores over the mini-batches of all ranks, with each of these statistics; return the sizes, too."""
         if not assignments:
             return [], []
-        layers, metrics = self.evaluator.layers, self.evaluator.measure.metrics
+        evaluator = evaluator or self.evaluator
+        layers, metrics = evaluator.layers, evaluator.measure.metrics
         found, sizes = [], []
         # The progress bar is closed before an exception is printed.
         with closing(track(batches, what)) if self.progress else nullcontext(batches) as tracked:
             for batch in tracked:
                 for snapshots in statistics:
                     restore(layers, snapshots)
-                    values, samples = self.evaluator(batch, assignments, single=single)
+                    values, samples = evaluator(batch, assignments)
                     found.append(values)
                 sizes.append(samples)
                 self.held += [batch] * keep

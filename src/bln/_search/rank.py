@@ -154,17 +154,20 @@ def _notes(rows: Sequence[Row], objective: Objective, found: Mapping[str, BatchL
         )
         if untrained := [name for name, layer in found.items() if not layer.population.updates.any()]:
             notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
+    if any(layer.memory is not None for layer in found.values()):
+        notes.append("Each mini-batch was scored by itself, without the requests that layers remember.")
     if useless := sum(math.isnan(row.loss) for row in rows):
         notes.append(f"{useless} configurations have a NaN loss and come last.")
-    if evaluator.width is not None:
+    evaluators = [evaluator] if objective.singles is None else [evaluator, objective.singles]
+    if widths := [one.width for one in evaluators if one.width is not None]:
         notes.append(
-            f"{len(objective.shared)} copies of a batch did not fit in memory: {evaluator.width} configurations ran "
+            f"{len(objective.shared)} copies of a batch did not fit in memory: {min(widths)} configurations ran "
             "together. Samples were not split, since they share statistics."
         )
-    for single, why in evaluator.why.items():
-        if why:
-            what = "Single samples" if single else "The configurations"
-            notes.append(f"{what} ran separately, since the model does not run them together: {why}.")
+    for one in evaluators:
+        if one.why and (one is evaluator or one.why != evaluator.why):
+            what = "Single samples" if one.single else "The configurations"
+            notes.append(f"{what} ran separately, since the model does not run them together: {one.why}.")
     if objective.orders and "sorted" not in objective.orders:
         notes.append("Not sorted by label: targets do not hold one value for each sample.")
     if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:
@@ -198,14 +201,21 @@ def _warn_of_leak(batches: Any, train: Any) -> None:
 
 @contextmanager
 def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
-    """Put back modes, random state, configurations, statistics and every other buffer, whatever happens inside."""
-    populations = models.snapshots(layers)
+    """Put back modes, random state, configurations, statistics and every other buffer, whatever happens inside.
+
+    Memories of requests are set aside: what one configuration leaves there would be among the statistics of the next.
+    """
+    populations, memories = models.snapshots(layers), [layer.memory for layer in layers]
     ours = {id(b) for module in model.modules() if isinstance(module, Population) for b in module.buffers()}
     others = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in ours]
     with models.preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
         try:
+            for layer in layers:
+                layer.memory = None
             yield
         finally:
+            for layer, memory in zip(layers, memories, strict=True):
+                layer._memory = memory
             models.restore(layers, populations)
             for buffer, value in others:
                 buffer.copy_(value)

@@ -216,10 +216,8 @@ class SearchResult:
         """Why ``best`` is not ``lowest``; empty where it is."""
         if self.all_nan or self.best is self.lowest:
             return ""
-        error = ranking_score(self.lowest, self.robust).loss_error
-        within = (
-            f"{len(_within(self.rows, self.robust))} rows are within a standard error, {error:.4f}, of the lowest loss"
-        )
+        error, number = ranking_score(self.lowest, self.robust).loss_error, len(_within(self.rows, self.robust))
+        within = f"{number} rows are within a standard error, {error:.4f}, of the lowest loss"
         if math.isnan(error):
             within = "loss says no more, having been taken on one mini-batch"
         chosen = f"best (*) is {self.best.label}, not {self.lowest.label}"

@@ -50,8 +50,10 @@ def together(
         with assigned(layers, assignments[0]):
             return [function()]
     changing = differing(assignments)
-    device = layers[0].population.batch_mean.device
-    tables = [_priors(tuple(assignment[at] for assignment in assignments), device) for at in changing]
+    tables = [
+        _priors(tuple(assignment[at] for assignment in assignments), layers[at].population.batch_mean.device)
+        for at in changing
+    ]
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
     def run(*rows: Tensor) -> Any:

@@ -160,6 +160,16 @@ def test_norms_that_cannot_be_adapted_are_named(net):
     assert list(adaptation.layers) == ["1"]
 
 
+def test_norms_without_running_statistics_keep_taking_those_of_the_request(net):
+    net[1] = nn.BatchNorm2d(8, track_running_stats=False).eval()
+    x = images(4)[0]
+    expected = net(x)
+    with pytest.warns(UserWarning, match=r"bln.adapt:\n  1: left as it is, it has no population statistics"):
+        adaptation = bln.adapt(net, prior=math.inf)
+    assert list(adaptation.layers) == ["4"]
+    torch.testing.assert_close(net(x), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_with_a_memory_single_samples_adapt_in_time(net):
     x, labels = images(400, 1000)
     alone = bln.adapt(net, prior=16)

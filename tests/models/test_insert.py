@@ -121,6 +121,19 @@ def test_features_that_were_moved_are_asked_for(first):
         bln.insert(Moved(), torch.randn(2, 4, 6))
 
 
+def test_an_input_may_be_a_dict():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 5)
+
+        def forward(self, inputs):
+            return torch.tanh(self.linear(inputs["x"]))
+
+    net = bln.insert(Named(), {"x": torch.randn(2, 4)})
+    assert [layer.num_features for layer in bln.layers(net).values()] == [5]
+
+
 def test_functional_dropout_is_warned_about():
     class Dropping(nn.Module):
         def __init__(self):

@@ -44,6 +44,9 @@ class Adaptation:
         self._norms = {new: old for old, new in found.items()}
         self.prior, self.agreement = POPULATION, dict[float, float]()
         self.layers = {name: layer for name, layer in models.layers(model).items() if _takes_batch_statistics(layer)}
+        for name in [name for name, layer in self.layers.items() if not layer.population.updates[:2].any()]:
+            del self.layers[name]
+            self.notes.append(f"{name}: left as it is, it has no population statistics to mix with those of a request")
         self._before = {layer: (layer.config, layer.memory) for layer in self.layers.values()}
 
     def set_prior(self, prior: float) -> None:

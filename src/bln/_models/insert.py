@@ -74,7 +74,7 @@ def insert(
         ) from error
     traced = fx.GraphModule(model, graph)
     with preserved(traced), redirect_stderr(StringIO()):  # where it prints an error, too
-        call(ShapeProp(traced.eval()).propagate, example)
+        call(ShapeProp(traced.eval()).propagate, example if isinstance(example, tuple) else (example,))
 
     names = {kind.__name__.lower() for kind in after}
     nonlinear = [node for node in traced.graph.nodes if _is_nonlinear(node, after, names)]

@@ -123,7 +123,7 @@ def _time(models: list[nn.Module], x: Tensor) -> Step:
         for model, found in zip(models, times, strict=True):
             started = time.perf_counter()
             model.zero_grad(set_to_none=True)
-            torch.stack([y.square().mean() for y in floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
+            torch.stack([y.float().square().mean() for y in floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
             if x.device.type != "cpu":
                 torch.accelerator.synchronize(x.device)
             found.append(time.perf_counter() - started)

@@ -161,13 +161,13 @@ def _fold(neighbour: Neighbour, fixed: FixedMap) -> None:
 
 def difference(before: Any, after: Any) -> float:
     """The largest difference of two outputs, over the largest value."""
-    pairs = zip(floats(before), floats(after), strict=True)
+    pairs = ((a.cpu().double(), b.cpu().double()) for a, b in zip(floats(before), floats(after), strict=True))
     found = [(a.abs().max().item(), (a - b).abs().max().item()) for a, b in pairs if a.numel()]
     largest, moved = map(max, zip(*found, strict=True)) if found else (0.0, 0.0)
     return moved / largest if largest else moved
 
 
 def floats(outputs: Any) -> list[Tensor]:
-    """The floating point tensors of a model's outputs, in float64."""
+    """The floating point tensors of a model's outputs."""
     outputs = dict(outputs) if hasattr(outputs, "keys") else outputs
-    return [leaf.double() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -174,7 +174,7 @@ def _find_channel_dim(node: fx.Node) -> int:
     shape = tuple(node.meta["tensor_meta"].shape)
     if len(shape) == 2:
         return -1
-    keeps = (*_KEEP_LAYOUT, *(kind.__name__.lower() for kind in NONLINEARITIES))
+    nonlinear = {kind.__name__.lower() for kind in NONLINEARITIES}
     waiting = list(node.all_input_nodes)
     for source in waiting:
         module, name = called(source), _name(source)
@@ -184,7 +184,7 @@ def _find_channel_dim(node: fx.Node) -> int:
             return -1
         if isinstance(module, BatchLayerNorm):
             return module.channel_dim
-        if not any(part in name for part in keeps):
+        if name not in nonlinear and not any(part in name for part in _KEEP_LAYOUT):
             break
         waiting += (source for source in source.all_input_nodes if source not in waiting)
     raise ValueError(

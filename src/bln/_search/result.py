@@ -59,7 +59,8 @@ def averages(
     def mean(column: Sequence[float]) -> tuple[float, float]:
         """The weighted mean and its standard error."""
         mean = sum(weight * value for weight, value in zip(weights, column, strict=True))
-        squares = sum((weight * (value - mean)) ** 2 for weight, value in zip(weights, column, strict=True))
+        parts = [weight * (value - mean) for weight, value in zip(weights, column, strict=True)]
+        squares = sum(part * part for part in parts)  # not part**2, which raises an error where it overflows
         return mean, math.sqrt(squares * count / (count - 1)) if count > 1 else math.nan
 
     found = []

@@ -7,10 +7,11 @@ intervals.
 from __future__ import annotations
 
 import html
-import re
 from typing import Any
 
 import ziamath
+
+from bln.experiments.report.markup import together
 
 
 def on_config(config: Any) -> Any:
@@ -25,12 +26,6 @@ def _draw(source: str, *_: Any, **__: Any) -> str:
     return f'<div class="math" role="img" aria-label="{html.escape(source.strip())}">{drawn}</div>'
 
 
-_CODE = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
-_TOGETHER = re.compile(r"[\d.] ± [\d.]+|[\d.] \[\S?[\d.]+, \S?[\d.]+\]|\d %|\bk = \d")
-
-
 def on_page_content(content: str, **_: Any) -> str:
     """Return the page with no line break inside of a number and its interval."""
-    parts = _CODE.split(content)
-    parts[::2] = [_TOGETHER.sub(lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), part) for part in parts[::2]]
-    return "".join(parts)
+    return together(content)

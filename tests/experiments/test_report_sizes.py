@@ -9,6 +9,7 @@ import pytest
 
 from bln.cli import main
 from bln.experiments.report import sizes
+from bln.experiments.report.markup import together
 from bln.experiments.report.statistics import seeds_to_decide
 from report_runs import by_size
 
@@ -109,7 +110,7 @@ def test_the_page_and_the_terminal_begin_and_end_with_the_same_sentences(tmp_pat
     page = (tmp_path / "report.html").read_text()
     said = " ".join(capsys.readouterr().out.split())
     for sentence in sizes.sentences(results):
-        assert page.index(sentence) < page.index("What is compared")
+        assert page.index(together(sentence)) < page.index("What is compared")
         assert sentence in said
     for explained in ("BatchNorm (BN)</b> normalizes", "E_B and Std_B, mean and deviation over the batch"):
         assert explained in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 from .style import Plot, variables
@@ -74,6 +75,17 @@ _KINDS = {
 _SIGNS = {"good": "✓", "bad": "✗", "mixed": "◐", "open": "?"}
 
 
+_CODE = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
+_TOGETHER = re.compile(r"[\d.] ± [\d.]+|[\d.] \[\S?[\d.]+, \S?[\d.]+\]|\d %|\bk = \d")
+
+
+def together(page: str) -> str:
+    """Return a page with no line break inside of a number and its interval."""
+    parts = _CODE.split(page)
+    parts[::2] = [_TOGETHER.sub(lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), part) for part in parts[::2]]
+    return "".join(parts)
+
+
 def document(title: str, body: str) -> str:
     """The whole page. It loads nothing."""
     css = _CSS.replace("LIGHT", variables(dark=False)).replace("DARK", variables(dark=True))
@@ -87,9 +99,8 @@ def document(title: str, body: str) -> str:
             tag("style", Html(css)),
         ]
     )
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{tag("main", body)}\n</body>\n</html>\n'
-    )
+    main = together(tag("main", body))
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{main}\n</body>\n</html>\n'
 
 
 _CSS = """

@@ -375,7 +375,7 @@ def _origin(results: Results) -> str:
     facts = [
         f"{len(rows)} runs",
         f"bln {every(row['versions']['bln'] for row in rows)}, torch {every(row['versions']['torch'] for row in rows)}",
-        f"commit {every(row['commit'] for row in rows)}",
+        f"commit {every(row['commit'] and row['commit'][:10] for row in rows)}",
         every(row["device"] for row in rows),
     ]
     return " · ".join(facts)

@@ -47,17 +47,17 @@ def over(name: str, row: Row, shape: Shape, itemsize: int) -> Over:
 
 def arguments(name: str, shape: Shape, dtype: torch.dtype, launch: Over) -> tuple[Any, ...]:
     """Random arguments of a kernel."""
-    n, c, p, _ = shape
+    n, c, p, *_ = shape
     x, dy = (torch.randn(n * c * p, dtype=dtype, device="cuda") for _ in range(2))
     gamma, beta = (torch.randn(c, device="cuda") for _ in range(2))
-    behind = 2 * launch.splits * n * c
-    found = torch.rand(4 * (c + n * GROUPS) + 4 + behind, device="cuda") + 0.5
-    shares = torch.randn(2 * (c + n * GROUPS) + behind, device="cuda")
+    found = torch.rand(4 * (c + n * GROUPS) + 4, device="cuda") + 0.5
+    shares = torch.randn(2 * (c + n * GROUPS), device="cuda")
+    sums = torch.empty((2, launch.splits, n, c), device="cuda")
     y = torch.empty_like(x)
     return {
-        "measure": (x, None, found, None, None),
+        "measure": (x, None, found, sums, None),
         "apply": (x, y, None, None, found, gamma, beta),
-        "measure_backward": (x, dy, None, None, found, gamma, beta, shares),
+        "measure_backward": (x, dy, None, None, found, gamma, beta, *sums),
         "apply_backward": (x, dy, None, y, None, None, found, gamma, beta, shares),
     }[name]
 
@@ -108,7 +108,7 @@ def tune_published(types: list[torch.dtype], best: int) -> None:
             x.requires_grad_()
             for row in (usual._replace(values=v, each=e, stages=s) for v, e, s in product(values, each, (1, 3))):
                 published.TABLE[name] = row
-                functions._calls.clear()
+                functions._plans.clear()
                 step = partial(_step, layer, x, dy)
                 step()
                 scores.setdefault(row, []).append(microseconds(step, flush) / copy)

@@ -14,12 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from bln._backends.triton import affine, grouped, published
+from bln._backends.triton import grouped, population, published
 from bln._backends.triton.launch import Launch, Shape
+from bln._backends.triton.primitives import POPULATION
 from bln._spec import Spec
 
 FLOATS = ["mix_eps", "scale", "eps", "inverse", "momentum", "w_B", "w_F", "E_B", "Std_B", "E_F", "Std_F"]
-POPULATION = ["batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates", "samples"]
 INPUTS, COUNTERS = ["x", "y", "dy", "dx", "residual", "d_residual"], ["updates", "samples"]
 POINTERS = [
     *POPULATION[:-2], "gamma", "beta", "statistics", "partial", "gradients", "rows", "counts", "mask", "shares", "mean",
@@ -78,10 +78,9 @@ def plans(dtype, itemsize):
         (Shape(1, 1, 49, True), 1, True, None, True, True),
     ):
         planned = grouped.Plan(shape, itemsize, Spec.of(groups=groups), masked, activation)
-        about = f"{tuple(shape)}{' masked' * masked} {activation}"
+        about = f"{tuple(shape[:4])}{' masked' * masked} {activation}"
         number = "fp64" if ones else "fp32"
         absent = [] if masked else ["mask", "counts"]
-        absent += [] if ones else ["partial", "sums", "dots"]  # those are for compiled graphs
         absent += [] if full else ["residual", "d_residual", "gamma", "beta"]
         for name, launch in vars(planned).items():
             if not isinstance(launch, Launch) or (itemsize == 2 and name.startswith("join")):
@@ -97,7 +96,7 @@ def plans(dtype, itemsize):
             warps = launch.options["num_warps"]
             build(launch.kernel, f"grouped {name} {about}", dtype, warps, constants, number)
         if ones and itemsize == 4:
-            build(affine.update_population, f"grouped update {about}", dtype, 4, {}, number)
+            build(population.update_unmasked, f"grouped update {about}", dtype, 4, {}, number)
 
 
 def published_form(dtype, itemsize):
@@ -110,7 +109,7 @@ def published_form(dtype, itemsize):
         (4096, 1, 4096, False, False, True), (64, 784, 256, True, True, True), (4, 3136, 64, True, False, False),
         (64, 784, 256, True, False, False), (8, 1, 16384, False, False, True), (9, 7, 5, False, True, False),
     ):  # fmt: skip
-        view = published.View(n, c, p, channels_first, pooled)
+        view = Shape(n, c, p, channels_first, pooled)
         if channels_first and published.power_of_two(c) * published.least_width(p, itemsize) > published.WIDEST_FIRST:
             continue
         planned = published.Plan(view, itemsize, Spec.of(), masked)

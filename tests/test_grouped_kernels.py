@@ -86,7 +86,7 @@ def small_tiles(features=4, positions=8, tiles=2, rows=4, across=4, pairs=2, wid
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "tile", tile)
         patch.setattr(grouped, "joining_tile", joining_tile)
-        patch.setattr(functions, "_calls", {})  # plans are made anew
+        patch.setattr(functions, "_plans", {})  # plans are made anew
         yield
 
 
@@ -700,7 +700,7 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
         call(self, stream, *pointers)
 
     monkeypatch.setattr(launching.Launch, "__call__", watched)
-    monkeypatch.setattr(functions, "_calls", {})
+    monkeypatch.setattr(functions, "_plans", {})
 
     def unaligned(tensor):
         """A copy that begins 1, 2 or 4 bytes behind a boundary."""
@@ -729,7 +729,7 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
 def ordinary(monkeypatch):
     """The layer has not met the kernels yet, and finds a device where there is none."""
     monkeypatch.setattr(_backends, "quick", kernels.train_layer)
-    monkeypatch.setattr(functions, "_calls", {})
+    monkeypatch.setattr(functions, "_plans", {})
     if not GPU:
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
 

@@ -113,7 +113,7 @@ def how(request, monkeypatch):
     """Launches are chosen anew, with few values in a tile, so that small inputs have several."""
     for name, value in HOW[request.param].items():
         monkeypatch.setattr(published, name, value)
-    monkeypatch.setattr(functions, "_calls", {})
+    monkeypatch.setattr(functions, "_plans", {})
     few = {name: row._replace(values=64, each=1, samples=2) for name, row in published.TABLE.items()}
     monkeypatch.setattr(published, "TABLE", few)
 
@@ -140,7 +140,7 @@ def test_any_shape_has_a_launch_that_a_gpu_can_make(n, p, c, itemsize, channels_
     c = min(c, published.WIDEST)
     if channels_first and published.power_of_two(c) * published.least_width(p, itemsize) > published.WIDEST_FIRST:
         return
-    view = published.View(n, c, p, channels_first, pooled or p == 1)
+    view = published.Shape(n, c, p, channels_first, pooled or p == 1)
     plan = published.Plan(view, itemsize, Spec.of(), masked)
     one = published.Plan(view._replace(n=1), itemsize, Spec.of(), masked)
     assert (

@@ -1,11 +1,9 @@
-"""The autograd functions of training and inference on a GPU, for both forms: from a call to a plan, and back.
-
-A plan has all launches for one kind of input. It is made once and kept, so that a call only looks it up.
-"""
+"""The autograd functions of training and inference on a GPU, for both forms: from a call to a plan, and back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,69 +22,72 @@ if TYPE_CHECKING:
     from ...layer import BatchLayerNorm
     from ...population import Population
 
+    Plan = grouped.Plan | published.Plan
     Update = tuple[Population, float | None] | None  # a population and its momentum
 
-
-class Call(NamedTuple):
-    """What a call needs besides tensors. One serves all calls with such tensors."""
-
-    plan: grouped.Plan | published.Plan
-    spec: Spec
-    channel_dim: int
-    activation: Activation | None
-    device: torch.device
-
-
-_calls: dict[Any, Call | None] = {}
+_plans: dict[Any, Plan | None] = {}
+"""One for all calls with such tensors; ``None`` where no kernel reads an input as it lies in memory."""
 _MOST = 4096
 
 
-def _call(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
-    residual: Tensor | None = None, activation: Activation | None = None, known: bool = False,
-) -> Call | None:  # fmt: skip
-    """The call for such tensors; ``None`` where no kernel reads the input as it lies in memory.
+def _form(spec: Spec) -> ModuleType:
+    return published if spec.groups is None else grouped
 
-    With ``known``, only one that was asked for before.
-    """
-    key = (
+
+def _key(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
+    residual: Tensor | None, activation: Activation | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    return (
         x.shape, x.stride(), x.dtype, x.device, spec, channel_dim, mask is None, residual is None, activation,
         gamma if gamma is None else gamma.dtype, beta if beta is None else beta.dtype,
     )  # fmt: skip
-    found = _calls.get(key, _calls)
-    if found is _calls:
-        if known:
-            return None
-        if len(_calls) >= _MOST:
-            _calls.clear()
-        form = published if spec.groups is None else grouped
-        plan = form.Plan.of(x, channel_dim, spec, mask is not None, activation)
-        found = None if plan is None else Call(plan, spec, channel_dim, activation, x.device)
-        _calls[key] = found
-    return found  # type: ignore[return-value]
+
+
+def _plan(x: Tensor, *rest: Any) -> Plan | None:
+    """The plan for such tensors, made where there is none yet."""
+    key = _key(x, *rest)
+    plan = _plans.get(key)
+    if plan is None and key not in _plans:
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        _, _, mask, channel_dim, spec, _, activation = rest
+        shape = _form(spec).shape_of(x, channel_dim, spec)
+        plan = None if shape is None else _form(spec).Plan(shape, x.element_size(), spec, mask is not None, activation)
+        if plan is not None:
+            plan.channel_dim, plan.device = channel_dim, x.device
+        _plans[key] = plan
+    return plan
 
 
 def prepared(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
     residual: Tensor | None = None, activation: Activation | None = None,
-) -> tuple[Tensor, Tensor | None, Call]:  # fmt: skip
-    """The input and the residual as the kernels read them, copied if need be, and the call."""
+) -> tuple[Tensor, Tensor | None, Plan]:  # fmt: skip
+    """The input and the residual as the kernels read them, copied if need be, and the plan."""
     rest = gamma, beta, mask, channel_dim, spec, residual, activation
-    call = _call(x, *rest)
-    if call is None and not x.is_contiguous():
+    plan = _plan(x, *rest)
+    if plan is None and not x.is_contiguous():
         x = x.contiguous()
-        call = _call(x, *rest)
-    if call is None:
+        plan = _plan(x, *rest)
+    if plan is None:
         x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
-        call = _call(x, *rest)
-    assert call is not None
+        plan = _plan(x, *rest)
+    assert plan is not None
     x = aligned(x)
-    return x, None if residual is None else like(residual.expand(x.shape), x), call
+    return x, None if residual is None else like(residual.expand(x.shape), x), plan
 
 
-def _as_it_came(y: Tensor, seen: Tensor, x: Tensor) -> Tensor:
-    """The output of an input that was copied: contiguous where it was."""
-    return y.contiguous() if seen is not x and x.is_contiguous() else y
+def _run(
+    function: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int,
+    spec: Spec, residual: Tensor | None, activation: Activation | None, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """``function`` of the tensors as the kernels read them, contiguous where ``x`` is, and what kernels do not do."""
+    after = (residual, activation) if spec.groups is not None else (None, None)
+    seen, fused, plan = prepared(x, gamma, beta, mask, channel_dim, spec, *after)
+    y: Tensor = function.apply(seen, gamma, beta, fused, mask, plan, *rest)
+    y = y.contiguous() if seen is not x and x.is_contiguous() else y
+    return finish(y, residual, mask, channel_dim, activation) if spec.groups is None else y
 
 
 @on_its_device
@@ -101,16 +102,10 @@ def train(
     """
     if update is not None:
         update[0].expect(positions_of(x, channel_dim, spec))
-    after = (residual, activation) if spec.groups is not None else (None, None)  # what the kernels do as well
-    seen, fused, call = prepared(x, gamma, beta, mask, channel_dim, spec, *after)
-    plan = call.plan
-    update = update if mask is None or plan.updates_masked else None
-    kept: list[tuple[Tensor, ...]] | None = None if update is not None else []
-    y: Tensor = _Train.apply(seen, gamma, beta, fused, mask, call, update, kept)  # type: ignore[no-untyped-call]
-    y = _as_it_came(y, seen, x)
-    if not plan.fuses:
-        y = finish(y, residual, mask, channel_dim, activation)
-    return y, None if kept is None else plan.statistics(x, mask, channel_dim, spec, kept[0])
+        update = update if mask is None or spec.groups is not None else None
+    kept: list[Statistics] | None = [] if update is None else None
+    y = _run(_Train, x, gamma, beta, mask, channel_dim, spec, residual, activation, update, kept)
+    return y, kept[0] if kept else None
 
 
 class _Train(torch.autograd.Function):
@@ -119,36 +114,39 @@ class _Train(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, mask: Tensor | None,
-        call: Call, update: Update, kept: list[tuple[Tensor, ...]] | None,
+        plan: Plan, update: Update, kept: list[Statistics] | None,
     ) -> Tensor:  # fmt: skip
-        y, found = call.plan.train(stream_of(call.device), x, gamma, beta, residual, mask, update, call.spec)
-        ctx.call, ctx.mask = call, mask
-        added = residual if call.plan.fuses and call.activation is not None else None
-        if added is not None and call.activation == "relu":
+        learning = None
+        if update is not None:
+            population: list[Any] = list(update[0]._buffers.values())
+            torch.autograd.graph.increment_version(population)
+            learning = population, -1.0 if update[1] is None else float(update[1])
+        y, found = plan.train(stream_of(plan.device), (x, gamma, beta, residual, mask), learning)
+        ctx.plan, ctx.mask = plan, mask
+        added = None if plan.activation is None else residual
+        if added is not None and plan.activation == "relu":
             added = y  # its sign is all that backward asks of the residual, and the next layer holds it anyway
         ctx.save_for_backward(x, gamma, beta, added, *found)
         if kept is not None:
-            kept.append(found)
+            kept.append(_form(plan.spec).statistics(x, mask, plan.channel_dim, plan.spec, found))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        plan, mask, wanted = ctx.plan, ctx.mask, ctx.needs_input_grad[3]
         x, gamma, beta, residual, *found = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3]
-        activation = call.activation if call.plan.fuses else None
         if torch.is_grad_enabled():
+            activation = plan.activation
             if activation == "relu" and residual is not None:  # the output
                 dy, residual, activation = torch.where(residual > 0, dy, 0), None, None
             if wanted and residual is None:
                 residual = torch.zeros_like(x, requires_grad=True)  # it is added: its value does not matter
-            ctx.rest = ctx.mask, call.channel_dim, call.spec, activation
+            ctx.rest = mask, plan, activation
             return *differentiate(_plain, (x, gamma, beta, residual), ctx, dy), *[None] * 4
         dy = like(dy, x)
-        tensors = x, dy, gamma, beta, residual, ctx.mask, found
-        dx, gradients, d_residual = call.plan.backward(stream_of(call.device), *tensors)
+        dx, gradients, d_residual = plan.backward(stream_of(plan.device), dy, (x, gamma, beta, residual, mask), found)
         if wanted and residual is None:
-            d_residual = hide(dy, ctx.mask, call.channel_dim)
+            d_residual = hide(dy, mask, plan.channel_dim)
         return dx, typed(gradients[0], gamma), typed(gradients[1], beta), d_residual, None, None, None, None
 
 
@@ -164,46 +162,28 @@ def train_layer(layer: BatchLayerNorm, x: Tensor, residual: Tensor | None = None
     """
     if type(x) is not Tensor or x.dim() < 2 or x.data_ptr() % 16 or layer._group is not None:
         return None
-    if residual is not None and not _ordinary(residual, x):
-        return None
+    if residual is not None:
+        if type(residual) not in KINDS or residual.shape != x.shape or residual.device != x.device:
+            return None
+        if not residual.is_floating_point():
+            return None
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return None
     parameters, population = layer._parameters, layer.population
-    gamma: Any = parameters.get("weight", _calls)
-    beta: Any = parameters.get("bias", _calls)
+    gamma: Any = parameters.get("weight", _plans)
+    beta: Any = parameters.get("bias", _plans)
     for parameter in (gamma, beta):
         if parameter is not None and (type(parameter) is not torch.nn.Parameter or not parameter.is_contiguous()):
             return None  # those that are computed, as by parametrizations, are not here at all
     if population.batch_mean.dtype != torch.float32:
         return None
-    channel_dim, activation = layer.channel_dim % x.dim(), layer.activation
-    call = _call(x, gamma, beta, None, channel_dim, layer.spec, residual, activation, known=True)
-    if call is None or call.plan.features != layer.num_features or call.device.index != torch._C._cuda_getDevice():
+    plan = _plans.get(_key(x, gamma, beta, None, layer.channel_dim % x.dim(), layer.spec, residual, layer.activation))
+    if plan is None or plan.shape.c != layer.num_features or plan.device.index != torch._C._cuda_getDevice():
         return None
     update: Any = None if recomputing() else (population, layer.momentum)
     residual = None if residual is None else like(residual, x)
-    y: Tensor = _apply(x, gamma, beta, residual, None, call, update, None)
+    y: Tensor = _apply(x, gamma, beta, residual, None, plan, update, None)
     return y
-
-
-def _ordinary(residual: Tensor, x: Tensor) -> bool:
-    """Whether the layer would take a residual without a closer look."""
-    if type(residual) not in KINDS or residual.shape != x.shape:
-        return False
-    return residual.is_floating_point() and residual.device == x.device
-
-
-def _plain(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, mask: Tensor | None,
-    channel_dim: int, spec: Spec, activation: Activation | None,
-) -> Tensor:  # fmt: skip
-    """The same in operators, in float32."""
-    scale, shift = (None if parameter is None else parameter.float() for parameter in (gamma, beta))
-    y, _ = operators.train(x.float(), scale, shift, mask, channel_dim, spec)
-    return finish(y, residual, mask, channel_dim, activation)
-
-
-# ---- inference
 
 
 @on_its_device
@@ -214,12 +194,7 @@ def infer(
 ) -> Tensor:  # fmt: skip
     """Algorithm 2 of ``x``, given a population that knows its positions, in any configuration."""
     population.positions_for(positions_of(x, channel_dim, spec))  # refuses what does not fit
-    after = (residual, activation) if spec.groups is not None else (None, None)
-    seen, fused, call = prepared(x, gamma, beta, mask, channel_dim, spec, *after)
-    fuses = call.plan.fuses
-    y: Tensor = _Infer.apply(seen, gamma, beta, fused, mask, call, population, config)  # type: ignore[no-untyped-call]
-    y = _as_it_came(y, seen, x)
-    return y if fuses else finish(y, residual, mask, channel_dim, activation)
+    return _run(_Infer, x, gamma, beta, mask, channel_dim, spec, residual, activation, population, config)
 
 
 class _Infer(torch.autograd.Function):
@@ -228,26 +203,28 @@ class _Infer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, mask: Tensor | None,
-        call: Call, population: Population, config: StatisticsConfig,
+        plan: Plan, population: Population, config: StatisticsConfig,
     ) -> Tensor:  # fmt: skip
-        y = call.plan.infer(stream_of(call.device), x, gamma, beta, residual, mask, population, config, call.spec)
-        ctx.rest = mask, call.channel_dim, call.spec, population, config, call.activation if call.plan.fuses else None
+        ctx.rest = mask, plan, plan.activation, population, config
         # The population is saved so that a change of it is noticed.
         ctx.save_for_backward(x, gamma, beta, residual, *population._buffers.values())
-        return y
+        return plan.infer(stream_of(plan.device), (x, gamma, beta, residual, mask), population, config)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gamma, beta, residual, *_ = ctx.saved_tensors
-        return *differentiate(_plain_inference, (x, gamma, beta, residual), ctx, dy), *[None] * 4
+        return *differentiate(_plain, ctx.saved_tensors[:4], ctx, dy), *[None] * 4
 
 
-def _plain_inference(
+def _plain(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, mask: Tensor | None,
-    channel_dim: int, spec: Spec, population: Population, config: StatisticsConfig, activation: Activation | None,
+    plan: Plan, activation: Activation | None, population: Population | None = None,
+    config: StatisticsConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same in operators, in float32."""
+    """The same in operators, in float32; inference where a population is given."""
     scale, shift = (None if parameter is None else parameter.float() for parameter in (gamma, beta))
-    known = population.at_positions_of(x, mask, channel_dim, spec)
-    y, _ = operators.infer(x.float(), scale, shift, mask, channel_dim, spec, known, config)
-    return finish(y, residual, mask, channel_dim, activation)
+    tensors = x.float(), scale, shift, mask, plan.channel_dim, plan.spec
+    if population is None or config is None:
+        y, _ = operators.train(*tensors)
+    else:
+        y, _ = operators.infer(*tensors, population.at_positions_of(x, mask, *tensors[4:]), config)
+    return finish(y, residual, mask, plan.channel_dim, activation)

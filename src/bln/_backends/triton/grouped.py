@@ -6,7 +6,7 @@ What depends on shape, type and options alone is decided once and kept.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from ..._activation import Activation
 from ..._spec import Spec
 from ...config import StatisticsConfig
 from ...formula import Statistics
-from . import affine
-from .launch import KINDS, Launch, Shape, as_bytes, known, power_of_two, ready
-
-if TYPE_CHECKING:
-    from .functions import Update
+from . import affine, launch
+from .launch import KINDS, Launch, Learning, Shape, Tensors, as_bytes, beyond, cdiv, known, new, power_of_two, ready
 
 FEWEST_POSITIONS = 4
 """With fewer, a pair of coefficients for each sample and feature would be more to move than the input."""
@@ -31,6 +28,11 @@ def usable(x: Tensor, channel_dim: int, residual: Tensor | None = None) -> bool:
     values = x.numel() // x.shape[0]
     fits = FEWEST_POSITIONS * x.shape[channel_dim] <= values < 2**31
     return fits and (residual is None or type(residual) in KINDS)
+
+
+def shape_of(x: Tensor, channel_dim: int, spec: Spec) -> Shape | None:
+    """See an input as the kernels do, if it lies so."""
+    return Shape.of(x, channel_dim)
 
 
 class Row(NamedTuple):
@@ -83,23 +85,20 @@ def tile(shape: Shape, itemsize: int, row: Row) -> Tile:
 
     Nothing here depends on the number of samples, so that a sample's bits do not, either.
     """
-    n, c, p, channels_first = shape
-    fixed_c, fixed_p = known(c), known(p)
+    n, c, p, channels_first, _ = shape
+    all_features, all_positions = power_of_two(known(c)), power_of_two(known(p))
     contiguous = p if channels_first else c
     vec = math.gcd(contiguous, 16 // itemsize) if isinstance(contiguous, int) else 1
     if channels_first:
-        positions = min(power_of_two(fixed_p), row.width // itemsize)
-        features = min(power_of_two(fixed_c), max(1, row.values // positions))
-        positions = min(power_of_two(fixed_p), max(1, row.values // features))
+        features = min(all_features, max(1, row.values // min(all_positions, row.width // itemsize)))
     else:
-        features = min(power_of_two(fixed_c), row.width // itemsize)
-        positions = min(power_of_two(fixed_p), max(1, row.values // features))
-    tiles = -(-fixed_p // positions)
-    splits = -(-tiles // max(1, row.run // (features * positions)))
-    run = -(-tiles // splits) * positions  # ranges of one length, but for the last
-    splits = -(-p // run)
+        features = min(all_features, row.width // itemsize)
+    positions = min(all_positions, max(1, row.values // features))
+    tiles = cdiv(known(p), positions)
+    run = cdiv(tiles, cdiv(tiles, max(1, row.run // (features * positions)))) * positions  # the last may be shorter
+    splits = cdiv(p, run)
     constants = {"CHANNELS_FIRST": channels_first, "BC": features, "BP": positions, "VEC": vec, "STAGES": row.stages}
-    return Tile(constants, n * splits * -(-c // features), run, splits)
+    return Tile(constants, n * splits * cdiv(c, features), run, splits)
 
 
 def joining_tile(n: int, c: int, groups: int) -> tuple[dict[str, Any], int]:
@@ -107,134 +106,112 @@ def joining_tile(n: int, c: int, groups: int) -> tuple[dict[str, Any], int]:
     size = min(256, power_of_two(c // groups))
     rows = max(1, 2048 // size)
     constants = {"BR": 64, "BA": 32, "BQ": rows, "BK": size}
-    return constants, -(-c // 32) + -(-n * groups // rows)
+    return constants, cdiv(c, 32) + cdiv(n * groups, rows)
 
 
 class Over(Launch):
     """A launch over an input."""
 
     def __init__(self, name: str, shape: Shape, itemsize: int, groups: int, constants: dict[str, Any]) -> None:
-        n, c, p, channels_first = shape
-        row = TABLE[name, channels_first, known(p) < SHORT]
+        row = TABLE[name, shape.channels_first, known(shape.p) < SHORT]
         over = tile(shape, itemsize, row)
-        self.splits, self.sizes = over.splits, (n, c, p, over.run, over.splits, groups)
-        constants = {**over.constants, **constants}
-        super().__init__(getattr(affine, name), over.programs, self.sizes, constants, row.warps)
+        self.splits, self.sizes = over.splits, (*shape[:3], over.run, over.splits, groups)
+        numbers = self.sizes[:-1] if name == "measure" else self.sizes
+        super().__init__(getattr(affine, name), over.programs, numbers, {**over.constants, **constants}, row.warps)
 
 
-class Plan:
-    """All launches of one layer on inputs of one shape and type."""
+class Plan(launch.Plan):
+    """The launches of the grouped form, three each way."""
 
-    fuses = True
-    updates_masked = True
-
-    @classmethod
-    def of(cls, x: Tensor, channel_dim: int, spec: Spec, masked: bool, activation: Activation | None) -> Plan | None:
-        """The plan for inputs that lie as ``x`` does; ``None`` where no kernel reads it so."""
-        shape = Shape.of(x, channel_dim)
-        return None if shape is None else cls(shape, x.element_size(), spec, masked, activation)
-
-    def __init__(self, shape: Shape, itemsize: int, spec: Spec, masked: bool, activation: str | None) -> None:
-        n, c, p, _ = shape
-        groups = spec.groups
-        assert groups is not None
-        given = shape, itemsize, groups
+    def __init__(
+        self, shape: Shape, itemsize: int, spec: Spec, masked: bool, activation: Activation | None
+    ) -> None:  # fmt: skip
+        super().__init__(shape, spec, activation)
+        n, c, p, *_ = shape
+        assert spec.groups is not None
+        given, activated = (shape, itemsize, spec.groups), {"ACTIVATION": activation}
         self.measure = Over("measure", *given, {})
-        activated = {"ACTIVATION": activation}
         self.apply = Over("apply", *given, activated)
         self.measure_backward = Over("measure_backward", *given, activated)
         self.apply_backward = Over("apply_backward", *given, activated)
 
-        joining, programs = joining_tile(n, c, groups)
+        joining, programs = joining_tile(n, c, spec.groups)
         numbers = float(spec.mix_eps), formula.weights(0.0, 0.0, c, spec.dim_scale)[0], float(spec.eps)
         sizes = *self.measure.sizes, *numbers
         self.join = Launch(affine.join, programs, sizes, joining)
         self.join_updating = Launch(affine.join, programs, sizes, joining)
         self.join_inference = Launch(affine.join_inference, programs, sizes, joining)
-        sizes = n, c, p, self.measure_backward.splits, self.measure.splits, groups, *numbers
+        sizes = n, c, p, self.measure_backward.splits, self.measure.splits, spec.groups, *numbers
         self.join_backward = Launch(affine.join_backward, programs, sizes, joining)
 
-        self.counts = (self.measure.splits, n) if masked else None
-        self.statistics_size = 4 * (c + n * groups) + 4 + 2 * self.measure.splits * n * c
-        self.shares = 2 * (c + n * groups) + 2 * self.measure_backward.splits * n * c
-        self.features = c
-        self.groups = groups
+        # One piece of memory forward and one backward, where parts of results follow what is made of them.
+        self.counts_size = (self.measure.splits, n) if masked else None
+        self.partial = 4 + 4 * (c + n * spec.groups)
+        self.statistics_size = self.partial + 2 * self.measure.splits * n * c
+        size = 4 * cdiv(self.measure_backward.splits * n * c, 4)  # kernels are compiled for 16 bytes
+        self.sums = 4 * cdiv(c + n * spec.groups, 2)
+        self.dots = self.sums + size
+        self.shares_size = self.dots + size
 
-    def _room(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Room for statistics, followed by partial results, and for counts under a mask."""
-        found = torch.empty(self.statistics_size, dtype=torch.float32, device=x.device)
-        counts = None if self.counts is None else torch.empty(self.counts, dtype=torch.float32, device=x.device)
-        return found, counts
-
-    def train(
-        self, stream: int, x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None,
-        mask: Tensor | None, update: Update, spec: Spec,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``y``, and what backward needs besides the input."""
-        at, launches = ready(self.measure, self.join if update is None else self.join_updating, self.apply)
+        x, gamma, beta, residual, mask = tensors
+        at, launches = ready(self.measure, self.join if learning is None else self.join_updating, self.apply)
         measure, join, apply = launches
-        real, (found, counts) = as_bytes(mask), self._room(x)
+        found = new(x, self.statistics_size)
+        real, counts = as_bytes(mask), None if self.counts_size is None else new(x, *self.counts_size)
         at_x, at_real, at_found, at_counts = at(x), at(real), at(found), at(counts)
-        measure(stream, at_x, at_real, at_found, None, at_counts)
-        if update is None:
-            join(stream, at_found, None, at_counts, *_NO_POPULATION)
-        else:
-            population: list[Any] = list(update[0]._buffers.values())
-            torch.autograd.graph.increment_version(population)
-            momentum = -1.0 if update[1] is None else float(update[1])
-            join(stream, at_found, None, at_counts, *map(at, population), momentum)
+        at_partial = beyond(at_found, self.partial)
+        measure(stream, at_x, at_real, at_found, at_partial, at_counts)
+        population, momentum = _NO_POPULATION if learning is None else learning
+        join(stream, at_found, at_partial, at_counts, *map(at, population), momentum)
         y = torch.empty_like(x)
         apply(stream, at_x, at(y), at(residual), at_real, at_found, at(gamma), at(beta))
         return y, (found,) if counts is None else (found, counts)
 
     def backward(
-        self, stream: int, x: Tensor, dy: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None,
-        mask: Tensor | None, kept: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        self, stream: int, dy: Tensor, tensors: Tensors, kept: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the input, of gamma and beta as two rows, and of a residual before an activation."""
+        x, gamma, beta, residual, mask = tensors
         found, counts, real = kept[0], kept[1] if len(kept) > 1 else None, as_bytes(mask)
         at, (measure, join, apply) = ready(self.measure_backward, self.join_backward, self.apply_backward)
-        shares = torch.empty(self.shares, dtype=torch.float32, device=x.device)
-        gradients = torch.empty((2, self.features), dtype=torch.float32, device=x.device)
+        shares, gradients = new(x, self.shares_size), new(x, 2, self.shape.c)
         at_x, at_dy, at_residual, at_real, at_found = at(x), at(dy), at(residual), at(real), at(found)
         at_gamma, at_beta, at_shares = at(gamma), at(beta), at(shares)
-        measure(stream, at_x, at_dy, at_residual, at_real, at_found, at_gamma, at_beta, at_shares)
-        join(stream, at_shares, None, None, at(counts), at_found, at_gamma, at(gradients))
+        at_sums, at_dots = beyond(at_shares, self.sums), beyond(at_shares, self.dots)
+        measure(stream, at_x, at_dy, at_residual, at_real, at_found, at_gamma, at_beta, at_sums, at_dots)
+        join(stream, at_shares, at_sums, at_dots, at(counts), at_found, at_gamma, at(gradients))
         dx = torch.empty_like(x)
         d_residual = None if residual is None else torch.empty_like(x)  # wanted or not: the launch is for both
         at_dx, at_d_residual = at(dx), at(d_residual)
         apply(stream, at_x, at_dy, at_residual, at_dx, at_d_residual, at_real, at_found, at_gamma, at_beta, at_shares)
         return dx, gradients, d_residual
 
-    def statistics(
-        self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: tuple[Tensor, ...]
-    ) -> Statistics:
-        """The mini-batch's own statistics."""
-        found, (n, c) = kept[0], (x.shape[0], self.features)
-        features, groups = _parts(found, 4, n, c, self.groups)
-        return Statistics(features[0], features[1], groups[0], groups[1], found[4 * (c + n * self.groups)])
-
-    def infer(
-        self, stream: int, x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None,
-        mask: Tensor | None, population: Any, config: StatisticsConfig, spec: Spec,
-    ) -> Tensor:  # fmt: skip
+    def infer(self, stream: int, tensors: Tensors, population: Any, config: StatisticsConfig) -> Tensor:
         """``y`` by the statistics of a configuration."""
-        real = as_bytes(mask)
+        x, gamma, beta, residual, mask = tensors
+        real, found, counts, y = as_bytes(mask), new(x, self.statistics_size), None, torch.empty_like(x)
         if config.uses_batch or config.uses_features or real is not None:
-            found, counts = self._room(x)
-            self.measure(stream, x, real, found, None, counts)
-        else:
-            found, counts = torch.empty(self.statistics_size, dtype=torch.float32, device=x.device), None
+            counts = None if self.counts_size is None else new(x, *self.counts_size)
+            self.measure(stream, x, real, found, found[self.partial :], counts)
         self.join_inference(stream, found, counts, *list(population._buffers.values())[:6], *config.priors)
-        y = torch.empty_like(x)
         self.apply(stream, x, y, residual, real, found, gamma, beta)
         return y
 
 
-_NO_POPULATION = (*[None] * 7, 0.0)
+_NO_POPULATION = [None] * 7, 0.0
 
 
-def _parts(found: Tensor, count: int, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def parts(buffer: Tensor, count: int, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """A few values for each feature, and for each sample and group, from a buffer where they stand in this order."""
-    features, rest = found[: count * c], found[count * c : count * (c + n * groups)]
+    features, rest = buffer[: count * c], buffer[count * c : count * (c + n * groups)]
     return features.view(count, c).unbind(), rest.view(count, n, groups).unbind()
+
+
+def statistics(
+    x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: tuple[Tensor, ...]
+) -> Statistics:  # fmt: skip
+    """The mini-batch's own statistics, from what ``Plan.train`` found."""
+    features, groups = parts(kept[0][4:], 4, x.shape[0], x.shape[channel_dim], spec.groups)  # type: ignore[arg-type]
+    return Statistics(features[0], features[1], groups[0], groups[1], kept[0][0])

@@ -11,11 +11,17 @@ import torch
 import triton
 from torch import Tensor
 
+from ..._activation import Activation
+from ..._spec import Spec
 from . import affine
 
 INTERPRETED = not isinstance(affine.measure, triton.runtime.JITFunction)
 KINDS = (Tensor, torch.nn.Parameter)
 T = TypeVar("T")
+Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Input, gamma, beta, a residual and a mask."""
+Learning = tuple[list[Tensor], float] | None
+"""The population to update, and its momentum; negative to weight values by samples."""
 
 
 class Shape(NamedTuple):
@@ -25,22 +31,59 @@ class Shape(NamedTuple):
     c: int
     p: int
     channels_first: bool
+    pooled: bool = True
+    """One position has all batch statistics."""
 
     @classmethod
-    def of(cls, x: Tensor, channel_dim: int) -> Shape | None:
+    def of(cls, x: Tensor, channel_dim: int, pooled: bool = True) -> Shape | None:
         """See an input so, if it lies so."""
         n, c = x.shape[0], x.shape[channel_dim]
         p = x.numel() // (n * c)
         if channel_dim == x.dim() - 1:
-            return cls(n, c, p, False) if x.is_contiguous() else None
+            return cls(n, c, p, False, pooled) if x.is_contiguous() else None
         if channel_dim == 1 and x.is_contiguous():
-            return cls(n, c, p, True)
-        return cls(n, c, p, False) if x.movedim(channel_dim, -1).is_contiguous() else None
+            return cls(n, c, p, True, pooled)
+        return cls(n, c, p, False, pooled) if x.movedim(channel_dim, -1).is_contiguous() else None
+
+    @property
+    def rows(self) -> int:
+        """Samples at a position, all together."""
+        return self.n * self.p
+
+    @property
+    def loose(self) -> bool:
+        """Whether rows follow each other whatever their positions."""
+        return self.pooled and not self.channels_first
+
+    @property
+    def q(self) -> int:
+        """Positions with batch statistics of their own."""
+        return 1 if self.pooled else self.p
+
+    @property
+    def entries(self) -> int:
+        """Entries that a batch statistic averages, if none is hidden."""
+        return self.rows // self.q
+
+
+class Plan:
+    """All launches of one layer on inputs of one shape and type, made once and kept: a call only looks it up."""
+
+    channel_dim: int
+    device: torch.device
+
+    def __init__(self, shape: Shape, spec: Spec, activation: Activation | None = None) -> None:
+        self.shape, self.spec, self.activation = shape, spec, activation
 
 
 def known(size: Any) -> int:
     """The size; in a graph for any size, the one it is traced with."""
     return size if isinstance(size, int) else size.node.hint
+
+
+def new(x: Tensor, *sizes: int) -> Tensor:
+    """Float32 memory on the device of ``x``."""
+    return torch.empty(sizes, dtype=torch.float32, device=x.device)
 
 
 def power_of_two(number: int) -> int:
@@ -97,7 +140,12 @@ def itself(value: Tensor | None) -> Tensor | None:
     return value
 
 
-def ready(*launches: Launch) -> tuple[Callable[[Any], Any], Sequence[Callable[..., None]]]:
+def beyond(at: Any, offset: int) -> Any:
+    """Return what launches want for the rest of a float32 tensor, given what they want for all of it."""
+    return at + 4 * offset if type(at) is int else at[offset:]
+
+
+def ready(*launches: Launch) -> tuple[Callable[..., Any], Sequence[Callable[..., None]]]:
     """Return what launches want in place of tensors, and the fastest way to do them."""
     compiled = [launch.go for launch in launches]
     return (itself, launches) if None in compiled else (address, compiled)  # type: ignore[return-value]
@@ -108,12 +156,7 @@ def straight(
 ) -> Callable[..., None]:
     """Return what launches a compiled kernel, past Triton's launcher if that only hands on its arguments.
 
-    Args:
-        run: Triton's launcher: it takes a grid, a stream, ``head``, pointers and ``rest``.
-        programs: How many programs to launch.
-        head: The kernel and its metadata.
-        pointers: How many pointers the kernel takes.
-        rest: The arguments after them.
+    ``run`` takes a grid, a stream, ``head``, which is the kernel and its metadata, so many pointers, and ``rest``.
     """
 
     def through(stream: int, *addresses: int | None) -> None:
@@ -157,7 +200,8 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 
 def stream_of(device: torch.device) -> int:
     """The stream to launch on."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    index = device.index
+    return 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
 
 
 def typed(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:

@@ -11,27 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ... import formula
 from ..._spec import Spec
 from ...formula import Statistics
-from ...population import Population
 from ..coefficients import broadcast
 from . import affine, published
+from . import population as kernels_of_population
 from .functions import prepared
-from .grouped import Over, joining_tile
-from .launch import INTERPRETED, Shape, like, on_its_device, stream_of, typed
+from .grouped import Over, joining_tile, parts
+from .launch import INTERPRETED, Shape, like, new, on_its_device, stream_of, typed
+from .primitives import POPULATION
 
 if TYPE_CHECKING:
     from .functions import Update
-
-# The interpreter runs kernels that no compiler can look into.
-_operator: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
-
-
-def _launched(kernel: Any) -> Any:
-    """Return the kernel as a compiler sees it."""
-    return kernel if INTERPRETED else torch.library.wrap_triton(kernel)
 
 
 def train(
@@ -39,67 +33,90 @@ def train(
     update: Update,
 ) -> tuple[Tensor, Statistics | None]:  # fmt: skip
     """``y`` and the statistics of the mini-batch; none in the grouped form, which updates the population itself."""
+    numbers = float(spec.eps), float(spec.mix_eps)
     if spec.groups is None:
-        numbers = float(spec.eps), float(spec.mix_eps), bool(spec.dim_scale)
-        y, *found = torch.ops.bln.train(x, gamma, beta, mask, channel_dim, spec.per_position, *numbers)
-        kept = [value.detach() for value in found]
-        return y, published.Plan.statistics(None, x, mask, channel_dim, spec, kept)  # type: ignore[arg-type]
+        y, *found = torch.ops.bln.train(
+            x, gamma, beta, mask, channel_dim, spec.per_position, *numbers, bool(spec.dim_scale)
+        )
+        return y, published.statistics(x, mask, channel_dim, spec, [value.detach() for value in found])
     scale = formula.weights(0.0, 0.0, x.shape[channel_dim], spec.dim_scale)[0]
-    y, found = _train(x, gamma, beta, channel_dim, spec.groups, float(spec.mix_eps), float(scale), float(spec.eps))
+    y, found = _train(x, gamma, beta, channel_dim, spec.groups, *numbers, float(scale))
     if update is not None:
-        _update_population(*update, found, x)
+        population, momentum = update
+        buffers = [getattr(population, name) for name in POPULATION]
+        positions = x.numel() // (x.shape[0] * x.shape[channel_dim])
+        _update(found.detach(), *buffers, -1.0 if momentum is None else float(momentum), x.shape[0], positions)
     return y, None
 
 
-def _measure(x: Tensor, channel_dim: int, groups: int, mix_eps: float, scale: float, eps: float) -> Tensor:
-    """Launch the kernels that find the statistics, in one buffer as ``affine`` describes it."""
+# ---- the grouped form
+
+
+def _operator(name: str, mutates_args: tuple[str, ...] = ()) -> Any:
+    """An operator that a compiler looks into; the interpreter's kernels no compiler can look into."""
+    if not INTERPRETED:
+        return torch.library.triton_op(name, mutates_args=mutates_args)
+
+    def register(function: Any) -> Any:
+        operator = torch.library.custom_op(name, function, mutates_args=mutates_args)
+        operator.register_fake(function)
+        return operator
+
+    return register
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+    """Launch a kernel so that a compiler sees it; the interpreter leaves out tensors without values."""
+    if not INTERPRETED:
+        torch.library.wrap_triton(kernel)[(programs,)](*arguments, **constants, num_warps=num_warps)
+    elif not isinstance(arguments[0], FakeTensor):
+        kernel[(programs,)](*arguments, **constants)
+
+
+def _sum(
+    buffer: Tensor, count: int, at: int, x: Tensor, channel_dim: int, groups: int, gamma: Tensor | None = None
+) -> Tensor:
+    """One of ``count`` values of each feature plus that of its sample and group, times gamma, to broadcast on ``x``."""
+    n, c = x.shape[0], x.shape[channel_dim]
+    of_features, of_groups = parts(buffer, count, n, c, groups)
+    total = of_features[at] + of_groups[at][..., None].expand(-1, -1, c // groups).reshape(n, c)
+    return broadcast(total if gamma is None else gamma.float() * total, x, channel_dim)
+
+
+@_operator("bln::train_grouped")
+def _train(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, groups: int,
+    eps: float, mix_eps: float, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``y``, and the buffer of statistics that ``affine`` describes."""
+    lying = x
     shape = Shape.of(x, channel_dim)
     if shape is None:
-        x = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
-        shape = Shape.of(x, channel_dim)
+        lying = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
+        shape = Shape.of(lying, channel_dim)
     assert shape is not None
+    n, c = shape[:2]
     over = Over("measure", shape, x.element_size(), groups, {})
-    n, c = shape.n, shape.c
-    found = x.new_empty(4 * (c + n * groups) + 4, dtype=torch.float32)
-    partial = x.new_empty((2, over.splits, n, c), dtype=torch.float32)
-    _launched(affine.measure)[(over.programs,)](
-        x, None, found, partial, None, *over.sizes, **over.constants, num_warps=over.options["num_warps"]
+    found, partial = new(x, 4 * (c + n * groups) + 4), new(x, 2, over.splits, n, c)
+    _launch(
+        affine.measure,
+        over.programs,
+        lying,
+        None,
+        found,
+        partial,
+        None,
+        *over.numbers,
+        **over.constants,
+        **over.options,
     )
     joining, programs = joining_tile(n, c, groups)
     nothing = (None,) * 7
-    _launched(affine.join)[(programs,)](
-        found, partial, None, *nothing, 0.0, *over.sizes, mix_eps, scale, eps, **joining, num_warps=4
-    )
-    return found
-
-
-def _parts(buffer: Tensor, count: int, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A few values for each feature, and for each sample and feature."""
-    of_groups = buffer[count * c : count * (c + n * groups)].view(count, n, groups, 1)
-    spread = of_groups.expand(-1, -1, -1, c // groups).reshape(count, n, c)
-    return buffer[: count * c].view(count, c).unbind(), spread.unbind()
-
-
-def _slope(found: Tensor, gamma: Tensor | None, x: Tensor, channel_dim: int, groups: int) -> Tensor:
-    """``a`` of ``y = a x + b``."""
-    batch, feature = _parts(found, 4, x.shape[0], x.shape[channel_dim], groups)
-    a = batch[2] + feature[2]
-    return broadcast(a if gamma is None else gamma.float() * a, x, channel_dim)
-
-
-@_operator("bln::train_grouped", mutates_args=())
-def _train(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, groups: int,
-    mix_eps: float, scale: float, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``y``, and the buffer of statistics."""
-    found = _measure(x, channel_dim, groups, mix_eps, scale, eps)
-    batch, feature = _parts(found, 4, x.shape[0], x.shape[channel_dim], groups)
-    b = -(batch[3] + feature[3])
-    b = b if gamma is None else gamma.float() * b
-    b = b if beta is None else b + beta.float()
-    y = _slope(found, gamma, x, channel_dim, groups) * x.float() + broadcast(b, x, channel_dim)
-    return y.to(x.dtype), found
+    _launch(affine.join, programs, found, partial, None, *nothing, 0.0, *over.sizes, mix_eps, scale, eps, **joining)
+    where = x, channel_dim, groups, gamma
+    b = -_sum(found[4:], 4, 3, *where)
+    b = b if beta is None else b + broadcast(beta.float(), x, channel_dim)
+    return (_sum(found[4:], 4, 2, *where) * x.float() + b).to(x.dtype), found
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -116,75 +133,45 @@ def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     n, c = x.shape[0], x.shape[channel_dim]
     over = [at for at in range(1, x.dim()) if at != channel_dim]
     g, v = dy.float(), x.float()
-    centred = v - broadcast(found[:c], x, channel_dim)
+    centred = v - broadcast(found[4 : 4 + c], x, channel_dim)
     shares, gradients = _join_backward(
         g.sum(over), (g * centred).sum(over), found, gamma, x.numel() // (n * c), groups, *numbers
     )
-    batch, feature = _parts(shares, 2, n, c, groups)
-    c1, c0 = (broadcast(value, x, channel_dim) for value in (-(batch[0] + feature[0]), batch[1] + feature[1]))
-    dx = _slope(found, gamma, x, channel_dim, groups) * g + c1 * v + c0
+    where = x, channel_dim, groups
+    dx = _sum(found[4:], 4, 2, *where, gamma) * g - _sum(shares, 2, 0, *where) * v + _sum(shares, 2, 1, *where)
     d_gamma = None if gamma is None else gradients[0].to(gamma.dtype)
     d_beta = None if ctx.beta_type is None else gradients[1].to(ctx.beta_type)
     return dx.to(x.dtype), d_gamma, d_beta, *[None] * 5
 
 
-@_operator("bln::join_backward", mutates_args=())
+@_operator("bln::join_backward")
 def _join_backward(
     sums: Tensor, dots: Tensor, found: Tensor, gamma: Tensor | None, p: int, groups: int,
-    mix_eps: float, scale: float, eps: float,
+    eps: float, mix_eps: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What ``dx`` takes besides ``a``, and the gradients of gamma and beta, from sums over positions."""
     n, c = sums.shape
-    shares = sums.new_empty(2 * (c + n * groups))
-    gradients = sums.new_empty((2, c))
+    shares, gradients = new(sums, 2 * (c + n * groups)), new(sums, 2, c)
     joining, programs = joining_tile(n, c, groups)
-    _launched(affine.join_backward)[(programs,)](
-        shares, sums.contiguous(), dots.contiguous(), None, found, gamma, gradients, n, c, p, 1, 1, groups,
-        mix_eps, scale, eps, **joining, num_warps=4,
+    _launch(
+        affine.join_backward, programs, shares, sums.contiguous(), dots.contiguous(), None, found, gamma, gradients,
+        n, c, p, 1, 1, groups, mix_eps, scale, eps, **joining,
     )  # fmt: skip
     return shares, gradients
 
 
 _train.register_autograd(_differentiate, setup_context=_keep)
-_POPULATION = ("batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates", "samples")
 
 
-@_operator("bln::update_population", mutates_args=_POPULATION)
+@_operator("bln::update_population", mutates_args=POPULATION)
 def _update(
     found: Tensor, batch_mean: Tensor, batch_var: Tensor, feature_mean: Tensor, feature_var: Tensor, inverse_m: Tensor,
     updates: Tensor, samples: Tensor, momentum: float, n: int, p: int,
 ) -> None:  # fmt: skip
     """Average the population with a mini-batch."""
     population = batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples
-    _launched(affine.update_population)[(1,)](
-        found, *population, momentum, n, batch_mean.shape[0], p, feature_mean.shape[0], num_warps=4
-    )
-
-
-def _update_population(population: Population, momentum: float | None, found: Tensor, x: Tensor) -> None:
-    n, c = x.shape[0], population.batch_mean.shape[-1]
-    _update(
-        found.detach(), population.batch_mean, population.batch_var, population.feature_mean, population.feature_var,
-        population.inverse_m, population.updates, population.samples,
-        -1.0 if momentum is None else float(momentum), n, x.numel() // (n * c),
-    )  # fmt: skip
-
-
-if INTERPRETED:  # no compiler looks in
-
-    @_train.register_fake
-    def _(x: Tensor, gamma: Any, beta: Any, channel_dim: int, groups: int, *_: float) -> tuple[Tensor, Tensor]:
-        n, c = x.shape[0], x.shape[channel_dim]
-        return torch.empty_like(x), x.new_empty(4 * (c + n * groups) + 4, dtype=torch.float32)
-
-    @_join_backward.register_fake
-    def _(sums: Tensor, dots: Tensor, found: Tensor, gamma: Any, p: int, groups: int, *_: float) -> Any:
-        n, c = sums.shape
-        return sums.new_empty(2 * (c + n * groups)), sums.new_empty((2, c))
-
-    @_update.register_fake
-    def _(*_: Any) -> None:
-        return None
+    sizes = n, batch_mean.shape[0], p, feature_mean.shape[0]
+    _launch(kernels_of_population.update_unmasked, 1, found, *population, momentum, *sizes)
 
 
 # ---- the published form
@@ -197,9 +184,8 @@ def _train_published(
     eps: float, mix_eps: float, dim_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     spec = Spec(None, per_position, eps, mix_eps, dim_scale)
-    seen, _, call = prepared(x, gamma, beta, mask, channel_dim, spec)
-    y, found = call.plan.train(stream_of(call.device), seen, gamma, beta, None, mask, None, spec)
-    mean, var, rows, weights = found
+    seen, _, plan = prepared(x, gamma, beta, mask, channel_dim, spec)
+    y, (mean, var, rows, weights) = plan.train(stream_of(plan.device), (seen, gamma, beta, None, mask), None)
     return like(y, x), mean, var, rows, weights
 
 
@@ -210,9 +196,9 @@ def _train_published_backward(
     rows: Tensor, weights: Tensor, channel_dim: int, per_position: bool, eps: float, mix_eps: float, dim_scale: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     spec = Spec(None, per_position, eps, mix_eps, dim_scale)
-    seen, _, call = prepared(x, gamma, beta, mask, channel_dim, spec)
-    kept = [mean, var, rows, weights]
-    dx, gradients, _ = call.plan.backward(stream_of(call.device), seen, like(dy, seen), gamma, beta, None, mask, kept)
+    seen, _, plan = prepared(x, gamma, beta, mask, channel_dim, spec)
+    tensors, found = (seen, gamma, beta, None, mask), [mean, var, rows, weights]
+    dx, gradients, _ = plan.backward(stream_of(plan.device), like(dy, seen), tensors, found)
     return like(dx, x), gradients.clone()  # no view: a compiler trusts in where outputs begin
 
 

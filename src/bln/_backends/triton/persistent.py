@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import extents, indices, offsets
-from .two_pass import of_row, parameter
+from .primitives import extents, indices, kernel, load, offsets
+from .two_pass import features_of, parameter, store_weights
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def tile_of(block, N, P, C, CHANNELS_FIRST: tl.constexpr, BN: tl.constexpr, BC: 
     return n, p, c, at
 
 
-@triton.jit(do_not_specialize=["N", "P", "C"], do_not_specialize_on_alignment=["gamma", "beta"])
+@kernel
 def forward(
     x, y, gamma, beta, mean, var, rows, features, flags, weights, N, P, C, w_B, w_F, eps, inverse,
     CHANNELS_FIRST: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr,
@@ -38,8 +38,8 @@ def forward(
     for block in range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0)):
         n, p, c, at = tile_of(block, N, P, C, CHANNELS_FIRST, BN, BC, BP)
         in_row, inside = (n < N) & (p < P), (n < N) & (p < P) & (c < C)
-        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        mean_F, var_F = of_row(v, c, C, FEATURES)
+        v = load(x + at, inside)
+        mean_F, var_F = features_of(v, c, C, FEATURES)
         mean_B = tl.sum(v, 0, keep_dims=True) / N
         u = tl.where(n < N, v - mean_B, 0.0)
         var_B = tl.sum(u * u, 0, keep_dims=True) / N
@@ -58,15 +58,13 @@ def forward(
         tl.store(features + P + p, over_var, mask=p < P)
         finite = (var_B < float("inf")) & (over_var < float("inf"))  # NaN is not less, either
         unfit = tl.where((p < P) & (c < C) & (finite == 0), 1.0, 0.0)
-        bad += tl.sum(tl.reshape(unfit, [BC * BP]), 0)
+        bad += tl.sum(unfit)
     tl.store(flags + tl.program_id(0), bad)
     if tl.program_id(0) == 0:
-        tl.store(weights, w_B)
-        tl.store(weights + 1, w_F)
-        tl.store(weights + 2, tl.cast(inverse, tl.float32))
+        store_weights(weights, w_B, w_F, inverse)
 
 
-@triton.jit(do_not_specialize=["N", "P", "C"], do_not_specialize_on_alignment=["gamma"])
+@kernel
 def backward(
     x, dy, dx, gamma, mean, var, rows, gradients, N, P, C, w_B, w_F, eps,
     CHANNELS_FIRST: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr,
@@ -83,14 +81,14 @@ def backward(
     for block in range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0)):
         n, p, c, at = tile_of(block, N, P, C, CHANNELS_FIRST, BN, BC, BP)
         in_row, inside = (n < N) & (p < P), (n < N) & (p < P) & (c < C)
-        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        v = load(x + at, inside)
+        g = load(dy + at, inside)
         row = tl.cast(n, tl.int64) * P + p
-        r_F = 1 / tl.sqrt(tl.load(rows + tl.cast(N, tl.int64) * P + row, mask=in_row, other=1.0) + eps)
-        x_F = (v - tl.load(rows + row, mask=in_row, other=0.0)) * r_F
+        r_F = 1 / tl.sqrt(load(rows + tl.cast(N, tl.int64) * P + row, in_row, 1.0) + eps)
+        x_F = (v - load(rows + row, in_row)) * r_F
         column, in_column = tl.cast(p, tl.int64) * C + c, (p < P) & (c < C)
-        r_B = 1 / tl.sqrt(tl.load(var + column, mask=in_column, other=1.0) + eps)
-        x_B = (v - tl.load(mean + column, mask=in_column, other=0.0)) * r_B
+        r_B = 1 / tl.sqrt(load(var + column, in_column, 1.0) + eps)
+        x_B = (v - load(mean + column, in_column)) * r_B
         total, dot_B = tl.sum(g, 0, keep_dims=True), tl.sum(g * x_B, 0, keep_dims=True)
         d_beta += total
         d_gamma += w_B * dot_B + w_F * tl.sum(g * x_F, 0, keep_dims=True)

@@ -1,9 +1,29 @@
-"""Functions of several kernels: Chan's formula, the weights of eq 16, eqs 18-21, averages of the population."""
+"""Functions of several kernels: addresses, Chan's formula, the weights of eq 16, eqs 18-21."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 import triton.language as tl
+
+POPULATION = ("batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates", "samples")
+
+# One compiled kernel is for all sizes, and for parameters and populations that lie anywhere in memory.
+kernel = partial(
+    triton.jit,
+    do_not_specialize=[
+        "N", "C", "P", "R", "W", "Q", "S", "M", "m", "entries", "known", "programs", "run", "splits", "count_splits",
+        "groups",
+    ],
+    do_not_specialize_on_alignment=[*POPULATION, "gamma", "beta"],
+)  # fmt: skip
+
+
+@triton.jit
+def load(pointers, mask, other=0.0):
+    """Load in float32."""
+    return tl.load(pointers, mask=mask, other=other).to(tl.float32)
 
 
 @triton.jit
@@ -37,6 +57,23 @@ def offsets(c, p, C, P, CHANNELS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def is_real(mask, row, exists):
+    """Mark the rows, each a sample at a position, that exist and are not hidden."""
+    if mask is not None:
+        exists = exists & (tl.load(mask + row, mask=exists, other=0) != 0)
+    return exists
+
+
+@triton.jit
+def counted(counts, n, real, N, splits):
+    """Real positions of samples, counted in each of several ranges."""
+    size = tl.zeros(n.shape, tl.float32)
+    for split in range(splits):
+        size += load(counts + split * N + n, real)
+    return size
+
+
+@triton.jit
 def absorb(count, mean, squares, part_count, part_mean, part_squares):
     """Chan's formula: what lanes have seen so far, together with another part each."""
     total = count + part_count
@@ -52,13 +89,6 @@ def gather(count, mean, squares, AXIS: tl.constexpr):
     joined = tl.sum(count * mean, AXIS) / tl.maximum(total, 1.0)
     apart = mean - tl.expand_dims(joined, AXIS)
     return total, joined, tl.sum(squares + count * apart * apart, AXIS)
-
-
-@triton.jit
-def conclude(count, mean, squares, AXIS: tl.constexpr):
-    """Mean and variance of all lanes along an axis."""
-    total, joined, squares = gather(count, mean, squares, AXIS)
-    return joined, squares / tl.maximum(total, 1.0)
 
 
 @triton.jit
@@ -83,24 +113,3 @@ def shrink(prior_mean, prior_var, kept_mean, kept_var, own_mean, own_var, m):
     mean = between(prior_mean, kept_mean, own_mean, m)
     own_var += (own_mean - mean) * (own_mean - mean)
     return mean, between(prior_var, kept_var, own_var, m)
-
-
-@triton.jit
-def mix(old, new, weight):
-    """``torch.lerp``; exactly the new value at weight 1."""
-    moved = new - old
-    return tl.where(weight < 0.5, old + weight * moved, new - moved * (1 - weight))
-
-
-@triton.jit
-def bessel(count):
-    """``count / (count - 1)``; 1 where the count is 1."""
-    return count / tl.maximum(count - 1, 1.0)
-
-
-@triton.jit
-def newest_weight(updates, samples, m, momentum):
-    """The weight of a new value that is the ``updates``-th; by samples where the momentum is negative."""
-    momentum = tl.cast(momentum, tl.float32)
-    weight = tl.maximum(1 / updates.to(tl.float32), momentum)
-    return tl.where(momentum < 0, m / samples.to(tl.float32), weight)

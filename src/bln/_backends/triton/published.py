@@ -14,13 +14,12 @@ from ..._masks import clamp_count, count
 from ..._spec import Spec
 from ...config import StatisticsConfig
 from ...formula import Statistics
-from . import persistent, two_pass
+from . import launch, persistent, two_pass
 from . import population as kernels_of_population
-from .launch import Launch, Shape, aligned, as_bytes, cdiv, power_of_two
+from .launch import Launch, Learning, Shape, Tensors, aligned, as_bytes, cdiv, new, power_of_two
 
 if TYPE_CHECKING:
     from ...population import Population
-    from .functions import Update
 
 PROGRAMS = 1024
 """At most, where each leaves partial results."""
@@ -55,49 +54,17 @@ TABLE = {
 }
 
 
-class View(NamedTuple):
-    """An input as the kernels see it."""
-
-    n: int
-    c: int
-    p: int
-    channels_first: bool
-    pooled: bool
-    """One position has all batch statistics."""
-
-    @classmethod
-    def of(cls, x: Tensor, channel_dim: int, spec: Spec) -> View | None:
-        """See an input so; ``None`` if no kernel reads it as it lies in memory."""
-        shape = Shape.of(x, channel_dim)
-        if shape is None:
-            return None
-        n, c, p, channels_first = shape
-        least = least_width(p, x.element_size())
-        if channels_first and p > 1 and power_of_two(c) * least > WIDEST_FIRST:
-            return None
-        if channels_first and p > 1 and not spec.per_position and cdiv(p, least) > 8 * PROGRAMS:
-            return None  # too many parts to join
-        return cls(n, c, p, channels_first and p > 1, not spec.per_position or p == 1)
-
-    @property
-    def rows(self) -> int:
-        """Samples at a position, all together."""
-        return self.n * self.p
-
-    @property
-    def loose(self) -> bool:
-        """Whether rows follow each other whatever their positions."""
-        return self.pooled and not self.channels_first
-
-    @property
-    def q(self) -> int:
-        """Positions with batch statistics of their own."""
-        return 1 if self.pooled else self.p
-
-    @property
-    def entries(self) -> int:
-        """Entries that a batch statistic averages, if none is hidden."""
-        return self.rows // self.q
+def shape_of(x: Tensor, channel_dim: int, spec: Spec) -> Shape | None:
+    """See an input as the kernels do; ``None`` if none reads it as it lies in memory."""
+    shape = Shape.of(x, channel_dim, not spec.per_position)
+    if shape is None or shape.p == 1:
+        return shape and shape._replace(channels_first=False, pooled=True)
+    least = least_width(shape.p, x.element_size())
+    if shape.channels_first and power_of_two(shape.c) * least > WIDEST_FIRST:
+        return None
+    if shape.channels_first and shape.pooled and cdiv(shape.p, least) > 8 * PROGRAMS:
+        return None  # too many parts to join
+    return shape
 
 
 def least_width(p: int, itemsize: int) -> int:
@@ -105,28 +72,31 @@ def least_width(p: int, itemsize: int) -> int:
     return min(power_of_two(p), 32 // itemsize)
 
 
+def vec_of(shape: Shape, itemsize: int) -> int:
+    """Values that a thread can load at a time."""
+    return math.gcd(shape.p if shape.channels_first else shape.c, 16 // itemsize)
+
+
 class Sweep(Launch):
     """A launch of a kernel of ``two_pass`` over an input."""
 
-    def __init__(self, name: str, view: View, itemsize: int, numbers: tuple[float, ...]) -> None:
-        row, features = TABLE[name], power_of_two(view.c)
-        least = least_width(view.p, itemsize) if view.channels_first else 1
+    def __init__(self, name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...]) -> None:
+        row, features = TABLE[name], power_of_two(shape.c)
+        least = least_width(shape.p, itemsize) if shape.channels_first else 1
         positions = max(least, row.values // features)
-        positions = positions if view.loose else min(power_of_two(view.p), positions)
-        p = positions if view.loose else view.p
-        blocks, samples = cdiv(p, positions), cdiv(view.rows, p)
+        positions = positions if shape.loose else min(power_of_two(shape.p), positions)
+        p = positions if shape.loose else shape.p
+        blocks, samples = cdiv(p, positions), cdiv(shape.rows, p)
         self.splits = max(1, min(samples // row.samples, PROGRAMS // blocks))
-        self.parts = blocks * self.splits if view.pooled else self.splits
+        self.parts = blocks * self.splits if shape.pooled else self.splits
         read = 2 if "backward" in name or name == "differentiate" else 1
         stages = max(1, min(row.stages, SHARED // (read * features * positions * itemsize)))
         constants = {
-            "CHANNELS_FIRST": view.channels_first, "BC": features, "BP": positions,
-            "VEC": math.gcd(view.p if view.channels_first else view.c, 16 // itemsize), "STAGES": stages,
-            "POOLED": view.pooled,
+            "CHANNELS_FIRST": shape.channels_first, "BC": features, "BP": positions, "VEC": vec_of(shape, itemsize),
+            "STAGES": stages, "POOLED": shape.pooled,
         }  # fmt: skip
-        kernel, sizes = getattr(two_pass, name), (p, view.c, view.rows)
-        warps = warps_for(features * positions, row)
-        super().__init__(kernel, blocks * self.splits, (*sizes, *numbers), constants, warps)
+        warps, numbers = warps_for(features * positions, row), (p, shape.c, shape.rows, *numbers)
+        super().__init__(getattr(two_pass, name), blocks * self.splits, numbers, constants, warps)
 
 
 def warps_for(values: int, row: Row) -> int:
@@ -134,83 +104,68 @@ def warps_for(values: int, row: Row) -> int:
     return max(1, min(16, values // (32 * row.each)))
 
 
-def held(name: str, view: View, itemsize: int, numbers: tuple[float, ...], most: int) -> Launch | None:
+def held(name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...], most: int) -> Launch | None:
     """A launch of a kernel of ``persistent``; ``None`` where a tile would be too large, or too few would be busy."""
-    row, features = TABLE[name], power_of_two(view.c)
-    n, p = (view.rows, 1) if view.loose else (view.n, view.p)
+    row, features = TABLE[name], power_of_two(shape.c)
+    n, p = (shape.rows, 1) if shape.loose else (shape.n, shape.p)
     samples = power_of_two(n)
-    positions = least_width(p, itemsize) if view.channels_first else 1
+    positions = least_width(p, itemsize) if shape.channels_first else 1
     values = samples * features * positions
-    if values > most or (view.pooled and view.channels_first):
+    if values > most or (shape.pooled and shape.channels_first):
         return None
     while values < row.values and positions < p:
         positions, values = 2 * positions, 2 * values
     blocks = cdiv(p, positions)
-    if blocks < 64 and view.rows * view.c > 2**18:
+    if blocks < 64 and shape.rows * shape.c > 2**18:
         return None
     constants = {
-        "CHANNELS_FIRST": view.channels_first, "BN": samples, "BC": features, "BP": positions,
-        "VEC": math.gcd(view.p if view.channels_first else view.c, 16 // itemsize),
+        "CHANNELS_FIRST": shape.channels_first, "BN": samples, "BC": features, "BP": positions,
+        "VEC": vec_of(shape, itemsize),
     }  # fmt: skip
-    kernel = getattr(persistent, name)
-    return Launch(kernel, min(blocks, PROGRAMS), (n, p, view.c, *numbers), constants, warps_for(values, row))
+    numbers = n, p, shape.c, *numbers
+    return Launch(getattr(persistent, name), min(blocks, PROGRAMS), numbers, constants, warps_for(values, row))
 
 
-def joining(kernel: Any, view: View, parts: int, numbers: tuple[float, ...], most: int) -> Launch:
+def joining(kernel: Any, shape: Shape, parts: int, numbers: tuple[float, ...], most: int) -> Launch:
     """A launch that joins the parts of all columns."""
     rows = min(64, power_of_two(parts))
     constants = {"BS": rows, "BA": 1024 // rows}
-    programs = min(most, cdiv(view.q * view.c, constants["BA"]))
-    return Launch(kernel, programs, (view.q, view.c, parts, *numbers), constants)
+    programs = min(most, cdiv(shape.q * shape.c, constants["BA"]))
+    return Launch(kernel, programs, (shape.q, shape.c, parts, *numbers), constants)
 
 
-class Plan:
-    """All launches of one layer on inputs of one shape and type."""
+class Plan(launch.Plan):
+    """The launches of the published form, one or three each way."""
 
-    fuses = False
-    updates_masked = False
-
-    @classmethod
-    def of(cls, x: Tensor, channel_dim: int, spec: Spec, masked: bool, _: Any = None) -> Plan | None:
-        """The plan for inputs that lie as ``x`` does; ``None`` where no kernel reads it so."""
-        view = View.of(x, channel_dim, spec)
-        return None if view is None else cls(view, x.element_size(), spec, masked)
-
-    def __init__(self, view: View, itemsize: int, spec: Spec, masked: bool) -> None:
-        self.view, self.features = view, view.c
-        eps = float(spec.eps)
-        w_B, w_F = (float(w) for w in formula.weights(1 / view.n, spec.mix_eps, view.c, spec.dim_scale))
-        over = view, itemsize
-        self.forward = None if masked else held("forward", *over, (w_B, w_F, eps, 1 / view.entries), HELD)
+    def __init__(self, shape: Shape, itemsize: int, spec: Spec, masked: bool, _: Any = None) -> None:
+        super().__init__(shape, spec)
+        q, c, eps, over = shape.q, shape.c, float(spec.eps), (shape, itemsize)
+        w_B, w_F = (float(w) for w in formula.weights(1 / shape.n, spec.mix_eps, c, spec.dim_scale))
+        self.forward = None if masked else held("forward", *over, (w_B, w_F, eps, 1 / shape.entries), HELD)
         self.held_backward = None if masked else held("backward", *over, (w_B, w_F, eps), HELD_BACKWARD)
         self.measure = Sweep("measure", *over, ())
-        numbers = w_B, w_F, 1 / view.entries
-        self.join = joining(two_pass.join, view, self.measure.parts, numbers, PROGRAMS)
+        numbers = w_B, w_F, 1 / shape.entries
+        self.join = joining(two_pass.join, shape, self.measure.parts, numbers, PROGRAMS)
         self.normalize = Sweep("normalize", *over, (eps,))
         self.normalize_chosen = Sweep("normalize", *over, (eps,))
         self.normalize_chosen.options["enable_fp_fusion"] = False  # the same bits with a mask and without
-        scale = float(formula.weights(0.0, 0.0, view.c, spec.dim_scale)[0])
-        self.weigh = Launch(two_pass.weigh, cdiv(view.q, 128), (view.q, float(spec.mix_eps), scale), {"B": 128})
+        scale = float(formula.weights(0.0, 0.0, c, spec.dim_scale)[0])
+        self.weigh = Launch(two_pass.weigh, cdiv(q, 128), (q, float(spec.mix_eps), scale), {"B": 128})
         self.measure_backward = Sweep("measure_backward", *over, (eps,))
-        columns = view.q * view.c
-        self.join_backward = joining(two_pass.join_backward, view, self.measure_backward.parts, (eps,), columns)
+        self.join_backward = joining(two_pass.join_backward, shape, self.measure_backward.parts, (eps,), q * c)
         self.differentiate = Sweep("differentiate", *over, (eps,))
         self.programs = self.join.programs if self.forward is None else self.forward.programs
-        features = min(1024, power_of_two(view.c))
-        positions = min(max(1, 2048 // features), power_of_two(view.q))
-        self.update = Launch(
-            kernels_of_population.update, cdiv(view.q, positions),
-            (view.n, view.entries, view.q, view.c, self.programs), {"BQ": positions, "BC": features, "BF": 1024},
-        )  # fmt: skip
+        features = min(1024, power_of_two(c))
+        positions = min(max(1, 2048 // features), power_of_two(q))
+        sizes, tile = (shape.n, shape.entries, q, c, self.programs), {"BQ": positions, "BC": features, "BF": 1024}
+        self.update = Launch(kernels_of_population.update, cdiv(q, positions), sizes, tile)
 
-    def train(
-        self, stream: int, x: Tensor, gamma: Tensor | None, beta: Tensor | None, _: Tensor | None,
-        mask: Tensor | None, update: Update, spec: Spec,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``y``, and what backward needs besides the input."""
-        q, c, rows = self.view.q, self.view.c, new(x, 2, self.view.rows)
+        x, gamma, beta, _, mask = tensors
+        q, c, rows = self.shape.q, self.shape.c, new(x, 2, self.shape.rows)
         y, mean, var, features = torch.empty_like(x), new(x, q, c), new(x, q, c), new(x, 2, q)
-        flags, weights = new(x, self.programs), self._weights(x, mask, spec)
+        flags, weights = new(x, self.programs), self._weights(x, mask)
         if self.forward is not None:
             self.forward(stream, x, y, gamma, beta, mean, var, rows, features, flags, weights)
         else:
@@ -218,34 +173,32 @@ class Plan:
             partial, sums = self.parts(stream, x, real, rows)
             self.join(stream, partial, sums, mean, var, features, flags, weights if mask is None else None)
             self.normalize(stream, x, y, real, gamma, beta, mean, var, None, None, weights, W, 0.0, 0.0)
-        if update is not None:
-            population: list[Any] = list(update[0]._buffers.values())
-            torch.autograd.graph.increment_version(population)
-            momentum = -1.0 if update[1] is None else float(update[1])
+        if learning is not None:
+            population, momentum = learning
             self.update(stream, mean, var, features, flags, *population, momentum, population[4].numel())
         return y, (mean, var, rows, weights)
 
-    def _weights(self, x: Tensor, mask: Tensor | None, spec: Spec) -> Tensor:
+    def _weights(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The weights of eq 16 and one over entries, ``[3, W]``; without a mask a kernel writes them."""
         if mask is None:
             return new(x, 3, 1)
-        m, entries = _counts(mask, spec)
-        return torch.stack([*formula.weights(1 / m, spec.mix_eps, self.view.c, spec.dim_scale), 1 / entries])
+        m, entries = _counts(mask, self.spec)
+        return torch.stack([*formula.weights(1 / m, self.spec.mix_eps, self.shape.c, self.spec.dim_scale), 1 / entries])
 
     def parts(self, stream: int, x: Tensor, real: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What ``measure`` finds in each part."""
-        parts, q = self.measure.parts, self.view.q
-        partial, sums = new(x, 2, parts, q, self.view.c), new(x, 3, parts, q)
+        parts, q = self.measure.parts, self.shape.q
+        partial, sums = new(x, 2, parts, q, self.shape.c), new(x, 3, parts, q)
         self.measure(stream, x, real, rows, partial, sums)
         return partial, sums
 
     def backward(
-        self, stream: int, x: Tensor, dy: Tensor, gamma: Tensor | None, _: Any, __: Any, mask: Tensor | None,
-        kept: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
+        self, stream: int, dy: Tensor, tensors: Tensors, kept: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, None]:
         """Gradients of the input, and of gamma and beta as two rows."""
+        x, gamma, _, _, mask = tensors
         mean, var, rows, weights = kept
-        dx, q, c = torch.empty_like(x), self.view.q, self.view.c
+        dx, q, c = torch.empty_like(x), self.shape.q, self.shape.c
         if self.held_backward is not None:
             gradients = new(x, self.held_backward.programs, 2, c)
             self.held_backward(stream, x, dy, dx, gamma, mean, var, rows, gradients)
@@ -257,32 +210,15 @@ class Plan:
         self.differentiate(stream, x, dy, dx, real, gamma, mean, var, rows, shares, weights, W)
         return dx, shares[2:].sum(1) if q > 1 else shares[2:].squeeze(1), None
 
-    def statistics(
-        self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: Sequence[Tensor]
-    ) -> Statistics:
-        """The mini-batch's own statistics, features last and in the shapes of the input."""
-        shape = list(x.shape)
-        c = shape.pop(channel_dim)
-        positions = shape[1:] if spec.per_position else []
-        mean, var = (value.view(*positions, c) for value in kept[:2])
-        if mask is None:
-            inverse_m = x.new_full((), 1 / x.shape[0], dtype=torch.float32)
-        else:
-            inverse_m = 1 / _counts(mask, spec)[0].view(positions)
-        mean_F, var_F = kept[2].view(2, *shape)
-        return Statistics(mean, var, mean_F, var_F, inverse_m)
-
-    def infer(
-        self, stream: int, x: Tensor, gamma: Tensor | None, beta: Tensor | None, _: Tensor | None,
-        mask: Tensor | None, population: Population, config: StatisticsConfig, spec: Spec,
-    ) -> Tensor:  # fmt: skip
+    def infer(self, stream: int, tensors: Tensors, population: Population, config: StatisticsConfig) -> Tensor:
         """``y`` by the statistics of a configuration."""
-        q, c, real = self.view.q, self.view.c, as_bytes(mask)
-        inverse_m = new(x, 1).fill_(1 / self.view.n) if mask is None else 1 / _counts(mask, spec)[0]
+        x, gamma, beta, _, mask = tensors
+        q, c, real = self.shape.q, self.shape.c, as_bytes(mask)
+        inverse_m = new(x, 1).fill_(1 / self.shape.n) if mask is None else 1 / _counts(mask, self.spec)[0]
         mean, var = population.batch_mean.view(-1, c)[:q], population.batch_var.view(-1, c)[:q]
         if config.uses_batch:
             own = new(x, q, c), new(x, q, c)
-            partial, sums = self.parts(stream, x, real, new(x, 2, self.view.rows))
+            partial, sums = self.parts(stream, x, real, new(x, 2, self.shape.rows))
             weights = new(x, 3, 1) if mask is None else None
             self.join(stream, partial, sums, *own, new(x, 2, q), new(x, self.join.programs), weights)
             known = Statistics(mean, var, None, None, None)
@@ -290,17 +226,23 @@ class Plan:
             chosen = formula.choose(of_batch, Statistics(*own, None, None, inverse_m), known)
             mean, var = chosen.batch_mean.contiguous(), chosen.batch_var.contiguous()
         weights, y = new(x, 2, q), torch.empty_like(x)
-        updates = population.updates.view(5, -1)[4]
-        self.weigh(stream, population.inverse_m, updates, inverse_m, weights, len(inverse_m))
-        feature = aligned(population.feature_mean), aligned(population.feature_var)
-        batch, priors = (aligned(mean), aligned(var)), config.priors[2:]
-        self.normalize_chosen(stream, x, y, real, gamma, beta, *batch, *feature, weights, q, *priors)
+        self.weigh(stream, population.inverse_m, population.updates[4], inverse_m, weights, len(inverse_m))
+        statistics = aligned(mean), aligned(var), population.feature_mean, population.feature_var
+        self.normalize_chosen(stream, x, y, real, gamma, beta, *statistics, weights, q, *config.priors[2:])
         return y
 
 
-def new(x: Tensor, *sizes: int) -> Tensor:
-    """Float32 memory on the device of ``x``."""
-    return torch.empty(sizes, dtype=torch.float32, device=x.device)
+def statistics(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: Sequence[Tensor]) -> Statistics:
+    """The mini-batch's own statistics, features last and in the shapes of the input, from what ``Plan.train`` found."""
+    shape = list(x.shape)
+    c = shape.pop(channel_dim)
+    positions = shape[1:] if spec.per_position else []
+    if mask is None:
+        inverse_m = x.new_full((), 1 / x.shape[0], dtype=torch.float32)
+    else:
+        inverse_m = 1 / _counts(mask, spec)[0].view(positions)
+    mean_F, var_F = kept[2].view(2, *shape)
+    return Statistics(kept[0].view(*positions, c), kept[1].view(*positions, c), mean_F, var_F, inverse_m)
 
 
 def _counts(mask: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ from torch.autograd.function import once_differentiable
 
 from ... import formula
 from ..._distributed import messages
-from .functions import Call, prepared
-from .launch import like, on_its_device, stream_of, typed
-from .published import Plan, new
+from .functions import prepared
+from .launch import like, new, on_its_device, stream_of, typed
+from .published import Plan
 
 
 @on_its_device
 def train(x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: messages.Task) -> tuple[Tensor, messages.Joined]:
     """Algorithm 1 of the samples of all ranks: this rank's ``y``, and what all ranks together say of the mini-batch."""
-    seen, _, call = prepared(x, gamma, beta, None, task.channel_dim, task.spec)
-    y, joined = _Train.apply(seen, gamma, beta, call, task)  # type: ignore[no-untyped-call]
+    seen, _, plan = prepared(x, gamma, beta, None, task.channel_dim, task.spec)
+    y, joined = _Train.apply(seen, gamma, beta, plan, task)  # type: ignore[no-untyped-call]
     return (y.contiguous() if seen is not x and x.is_contiguous() else y), joined
 
 
@@ -28,12 +28,11 @@ class _Train(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, call: Call, task: messages.Task
+        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, plan: Plan, task: messages.Task
     ) -> tuple[Tensor, messages.Joined]:
-        plan, stream = cast(Plan, call.plan), stream_of(call.device)
-        view = plan.view
-        q, c, entries = view.q, view.c, view.entries
-        mean, var, rows, features = new(x, q, c), new(x, q, c), new(x, 2, view.rows), new(x, 2, q)
+        stream, lying = stream_of(plan.device), plan.shape
+        q, c, entries = lying.q, lying.c, lying.entries
+        mean, var, rows, features = new(x, q, c), new(x, q, c), new(x, 2, lying.rows), new(x, 2, q)
         partial, sums = plan.parts(stream, x, None, rows)
         plan.join(stream, partial, sums, mean, var, features, new(x, plan.join.programs), new(x, 3, 1))
 
@@ -41,7 +40,7 @@ class _Train(torch.autograd.Function):
         here = shape[1:] if task.spec.per_position else []
         mean_F, var_F = (entries * features).view(2, *here)
         own_mean, squares = (messages.fit(value.view(*here, c), task.positions) for value in (mean, entries * var))
-        sums_here = messages.sums_of(mean_F, var_F, entries, view.n, task)
+        sums_here = messages.sums_of(mean_F, var_F, entries, lying.n, task)
         joined_mean, joined_var, total = messages.join(own_mean, squares, sums_here, task)
         joined = messages.conclude(joined_mean, joined_var, total, task)
 
@@ -51,18 +50,17 @@ class _Train(torch.autograd.Function):
         mean, var = (value.reshape(-1, c)[:q].contiguous() for value in (joined_mean, joined_var))
         y = torch.empty_like(x)
         plan.normalize(stream, x, y, None, gamma, beta, mean, var, None, None, weights, q, 0.0, 0.0)
-        ctx.call, ctx.task = call, task
+        ctx.plan, ctx.task = plan, task
         ctx.save_for_backward(x, gamma, beta, mean, var, rows, weights)
         return y, joined
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        plan: Plan = ctx.plan
         task: messages.Task = ctx.task
         x, gamma, beta, mean, var, rows, weights = ctx.saved_tensors
-        plan, stream = cast(Plan, call.plan), stream_of(call.device)
-        q, c = plan.view.q, plan.view.c
+        stream, q, c = stream_of(plan.device), plan.shape.q, plan.shape.c
         dy = like(dy, x)
         partial = new(x, 3, plan.measure_backward.parts, q, c)
         plan.measure_backward(stream, x, dy, None, mean, rows, partial)

@@ -33,9 +33,8 @@ class State(NamedTuple):
 def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -> dict[str, str]:
     """Copy all that the BLN layers of ``source`` hold to those of ``target``, whichever frameworks they are made of.
 
-    Weights, population statistics, counters and the configuration are copied bit for bit. Everything is checked before
-    anything is written. Other layers are not touched: copy their weights by the means of their frameworks. Nor is an
-    ``activation`` of a torch layer: elsewhere it is a layer of its own.
+    Weights, population statistics, counters and the configuration are copied bit for bit, after all is checked. Other
+    layers are not touched, nor is an ``activation`` of a torch layer: elsewhere it is a layer of its own.
 
     Args:
         source: A BLN layer or a model with BLN layers, of torch, Keras or Flax NNX.
@@ -48,12 +47,8 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
         The target's name for each of the source's.
 
     Raises:
-        ValueError: A value that the target's type cannot hold; layers that differ in number, shape or parameters, or
-            in ``groups``, ``per_position``, ``eps``, ``mix_eps`` or ``dim_scale``, so that they would compute
-            something else.
-
-    Warns:
-        UserWarning: ``momentum`` differs: the target will average otherwise when it is trained on.
+        ValueError: A value that the target's type cannot hold; layers that differ in number, shape, parameters or
+            options, so that they would compute something else. A ``momentum`` that differs is a warning.
 
     Examples:
         >>> import torch, bln
@@ -161,14 +156,13 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
 def read(layer: Any) -> State:
     """Return all that a layer holds, as copies on the CPU."""
     of_torch = not isinstance(layer, _arrays.Layer)
+    if not (of_torch or getattr(layer, "built", True)):
+        raise ValueError(f"layer {layer.name!r} is not built; call it on a batch, or build its model, before")
     if of_torch:
-        population, momentum = layer.population, layer.momentum
-        held = {"scale": layer.weight, "shift": layer.bias, **dict(population.named_buffers())}
+        held = {"scale": layer.weight, "shift": layer.bias, **dict(layer.population.named_buffers())}
         tensors = {name: t.detach().cpu().clone() for name, t in held.items() if t is not None}
-        positions = population.position_shape
+        positions, momentum = layer.population.position_shape, layer.momentum
     else:
-        if not getattr(layer, "built", True):
-            raise ValueError(f"layer {layer.name!r} is not built; call it on a batch, or build its model, before")
         tensors = {name: _tensor(layer._numpy(v)) for name, v in layer._variables().items() if v is not None}
         positions, momentum = layer._positions, _arrays.new_weight(layer.momentum)
     return State(tensors, positions, layer.config, layer.spec, momentum)

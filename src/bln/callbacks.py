@@ -87,62 +87,58 @@ class _Calibration:
             )
 
 
+class _LightningReset:
+    """``Trainer(callbacks=[bln.callbacks.LightningReset()])``."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        _reset(pl_module)
+
+
+class _LightningCalibrate(_Calibration):
+    """``Trainer(callbacks=[bln.callbacks.LightningCalibrate(train_batches)])``."""
+
+    def on_validation_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:  # validate() takes a model as it is
+            self.calibrate(pl_module, trainer.world_size > 1)
+
+
+class _TrainerReset:
+    """``transformers.Trainer(..., callbacks=[bln.callbacks.TrainerReset()])``."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        _reset(model)
+
+
+class _TrainerCalibrate(_Calibration):
+    """``transformers.Trainer(..., callbacks=[bln.callbacks.TrainerCalibrate(train_batches)])``."""
+
+    _at = -1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if control.should_evaluate:  # the trainer's own callback, which decides, is called first
+            self.on_train_end(args, state, control, model)
+
+    on_epoch_end = on_step_end
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if self._at != state.global_step:
+            self.calibrate(model, args.world_size > 1)
+            self._at = state.global_step
+
+
+_BASES = {"Lightning": ("lightning.pytorch", "Callback"), "Trainer": ("transformers", "TrainerCallback")}
+
+
 def __getattr__(name: str) -> Any:
-    """Define the callbacks as classes of this module, so that they can be pickled."""
-    for prefix, library, package, base, define in (
-        ("Lightning", "lightning.pytorch", "lightning", "Callback", _for_lightning),
-        ("Trainer", "transformers", "transformers", "TrainerCallback", _for_transformers),
-    ):
+    """Make the callbacks classes of this module, so that they can be pickled."""
+    for prefix, (module, base) in _BASES.items():
         if name in (f"{prefix}Calibrate", f"{prefix}Reset"):
             try:
-                defined = define(getattr(import_module(library), base))
+                library = import_module(module)
             except ImportError as error:
-                message = f"this callback takes {package}, which is not installed: {install(package)}"
-                raise ImportError(message) from error
-            made = globals()[name] = defined[name]
-            made.__qualname__ = name
-            return made
+                extra = module.split(".")[0]
+                raise ImportError(f"this callback takes {extra}, which is not installed: {install(extra)}") from error
+            ours = globals()[f"_{name}"]
+            made = type(name, (ours, getattr(library, base)), {"__doc__": ours.__doc__, "__module__": __name__})
+            return globals().setdefault(name, made)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _for_lightning(base: Any) -> dict[str, Any]:
-    class LightningReset(base):  # type: ignore[misc]
-        """``Trainer(callbacks=[bln.callbacks.LightningReset()])``."""
-
-        def on_train_epoch_start(self, trainer: Any, pl_module: nn.Module) -> None:
-            _reset(pl_module)
-
-    class LightningCalibrate(_Calibration, base):  # type: ignore[misc]
-        """``Trainer(callbacks=[bln.callbacks.LightningCalibrate(train_batches)])``."""
-
-        def on_validation_start(self, trainer: Any, pl_module: nn.Module) -> None:
-            if trainer.state.fn == "fit" and not trainer.sanity_checking:  # validate() takes a model as it is
-                self.calibrate(pl_module, trainer.world_size > 1)
-
-    return {"LightningReset": LightningReset, "LightningCalibrate": LightningCalibrate}
-
-
-def _for_transformers(base: Any) -> dict[str, Any]:
-    class TrainerReset(base):  # type: ignore[misc]
-        """``transformers.Trainer(..., callbacks=[bln.callbacks.TrainerReset()])``."""
-
-        def on_epoch_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-            _reset(model)
-
-    class TrainerCalibrate(_Calibration, base):  # type: ignore[misc]
-        """``transformers.Trainer(..., callbacks=[bln.callbacks.TrainerCalibrate(train_batches)])``."""
-
-        _at = -1
-
-        def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-            if control.should_evaluate:  # the trainer's own callback, which decides, is called first
-                self.on_train_end(args, state, control, model)
-
-        on_epoch_end = on_step_end
-
-        def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-            if self._at != state.global_step:
-                self.calibrate(model, args.world_size > 1)
-                self._at = state.global_step
-
-    return {"TrainerReset": TrainerReset, "TrainerCalibrate": TrainerCalibrate}

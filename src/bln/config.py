@@ -16,8 +16,7 @@ POPULATION, CURRENT = math.inf, 0.0
 
 @dataclass(frozen=True, eq=False)
 class StatisticsConfig:
-    """For each of the four statistics, in the paper's order: population (``True``), current mini-batch (``False``), or
-    a prior strength.
+    """For each of the four statistics: population (``True``), current mini-batch (``False``), or a prior strength.
 
     Written as four letters, ``T`` for population: ``TTFF`` normalizes with the population's batch statistics and each
     sample's own feature statistics.

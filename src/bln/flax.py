@@ -111,12 +111,9 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         self.channel_dim = check_layer("channel_dim", channel_dim, -1, momentum, "old")
         positions = sizes(position_shape, self.per_position)
         self.without_positions = not self.per_position
-        self.use_running_average = use_running_average
-        self.momentum = momentum
-        self.axis_name = axis_name
-        self.axis_index_groups = axis_index_groups
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self.use_running_average, self.momentum = use_running_average, momentum
+        self.axis_name, self.axis_index_groups = axis_name, axis_index_groups
+        self.dtype, self.param_dtype = dtype, param_dtype
         self._calibrating = self._reached = False
         shape = (self.num_features,)
         self.scale = nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else nnx.data(None)
@@ -154,10 +151,15 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         x, mask = jnp.asarray(x), None if mask is None else jnp.asarray(mask)
         if self._calibrating and not isinstance(x, jax.core.Tracer):
             self._reached = True
-        channel_dim = self._check(x, mask, infer)
-        given = self.dtype or jnp.result_type(x, *(p[...] for p in (self.scale, self.bias) if p is not None))
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first")
+        if mask is not None and mask.dtype != bool:
+            raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}")
+        given = None if mask is None else mask.shape
+        channel_dim = check_shapes("channel_dim", self.channel_dim, x.shape, self.num_features, given, empty=infer)
+        dtype = self.dtype or jnp.result_type(x, *(p[...] for p in (self.scale, self.bias) if p is not None))
         if x.shape[0] == 0:
-            return x.astype(given)
+            return x.astype(dtype)
         rows = jnp.moveaxis(x.astype(jnp.promote_types(x.dtype, self.batch_mean.dtype)), channel_dim, -1)
         positions = rows.shape[1:-1] if self.per_position else ()
         self._learn(positions, x, infer)
@@ -173,16 +175,7 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
             for name, value in after.items():
                 variable = getattr(self, name)
                 variable[...] = jax.lax.stop_gradient(value.astype(variable.dtype))
-        return jnp.moveaxis(y, -1, channel_dim).astype(given)
-
-    def _check(self, x: Any, mask: Any, infer: bool) -> int:
-        """Refuse what cannot be normalized; return the dimension of features counted from the front."""
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first")
-        if mask is not None and mask.dtype != bool:
-            raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}")
-        mask_shape = None if mask is None else mask.shape
-        return check_shapes("channel_dim", self.channel_dim, x.shape, self.num_features, mask_shape, empty=infer)
+        return jnp.moveaxis(y, -1, channel_dim).astype(dtype)
 
     def _learn(self, positions: tuple[int, ...], x: Any, infer: bool) -> None:
         """Take the positions of the first call, where an array may still change its shape."""

@@ -77,7 +77,7 @@ def infer(
             return kernels.infer(*tensors, residual, activation), None
         population = population.at_positions_of(x, mask, channel_dim, spec)
     wide = widened(x, gamma, beta, population.batch_mean)
-    y, statistics = operators.infer(*wide, mask, channel_dim, spec, population, config, recall)
+    y, statistics = operators.normalize(*wide, mask, channel_dim, spec, population, config, recall)
     return finish(like(y, x), residual, mask, channel_dim, activation), statistics
 
 

@@ -24,48 +24,31 @@ def train(
     """Normalize ``x``, float32 or float64, by its own statistics, and return them, detached."""
     if spec.coefficients and mask is None and coefficients.is_plain_cpu(x):
         return coefficients.train(x, gamma, beta, channel_dim, spec)
-    x, at = _as_measured(x, mask, channel_dim, spec)
-    s = _measure(x, mask, at, spec)
-    return _normalize(x, s, gamma, beta, mask, at, channel_dim, spec)
+    return normalize(x, gamma, beta, mask, channel_dim, spec)
 
 
-def infer(
+def normalize(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
-    population: Statistics, config: StatisticsConfig, recall: Recall | None = None,
+    population: Statistics | None = None, config: StatisticsConfig | None = None, recall: Recall | None = None,
 ) -> tuple[Tensor, Statistics]:  # fmt: skip
-    """Normalize ``x``, float32 or float64, by the statistics of a configuration, and return them, detached."""
-    x, at = _as_measured(x, mask, channel_dim, spec)
-    own = _measure(x, mask, at, spec, config)
-    own = recall(own) if recall is not None and config.uses_batch else own
-    s = formula.choose(config, own, population, torch.where)
-    return _normalize(x, s, gamma, beta, mask, at, channel_dim, spec)
-
-
-def _as_measured(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> tuple[Tensor, int]:
-    """The input without hidden entries, features last unless it has coefficients, and where they stand."""
+    """Normalize ``x``, float32 or float64, by its own statistics, or by a configuration's; return them, detached."""
     x = hide(x, mask, channel_dim)
-    return (x, channel_dim) if spec.coefficients else (x.movedim(channel_dim, -1), x.dim() - 1)
-
-
-def _measure(x: Tensor, mask: Tensor | None, at: int, spec: Spec, config: StatisticsConfig | None = None) -> Statistics:
-    """Eqs 10-13; what ``config`` does not ask for may be ``None``."""
-    if not spec.coefficients:
-        return current(x, mask, spec, config)
-    if config is not None and not (config.uses_batch or config.uses_features):
-        return Statistics(*[None] * 5)
-    return coefficients.statistics(coefficients.measure(x, mask, at), spec)
-
-
-def _normalize(
-    x: Tensor, s: Statistics, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, at: int,
-    channel_dim: int, spec: Spec,
-) -> tuple[Tensor, Statistics]:  # fmt: skip
-    """Eqs 14-17, or 22-25; hidden entries come out 0. The statistics are returned without a gradient."""
     if spec.coefficients:
-        y = coefficients.apply(x, s, gamma, beta, mask, at, spec)
+        if config is None or config.uses_batch or config.uses_features:
+            own = coefficients.statistics(coefficients.measure(x, mask, channel_dim), spec)
+        else:
+            own = Statistics(*[None] * 5)
+    else:
+        x = x.movedim(channel_dim, -1)
+        own = current(x, mask, spec, config)
+    if recall is not None and config is not None and config.uses_batch:
+        own = recall(own)
+    s = own if population is None or config is None else formula.choose(config, own, population, torch.where)
+    if spec.coefficients:
+        y = coefficients.apply(x, s, gamma, beta, mask, channel_dim, spec)
     else:
         y = formula.transform(x, s, gamma, beta, spec=spec, xp=torch)
-        y = hide(y.movedim(at, channel_dim), mask, channel_dim)
+        y = hide(y.movedim(-1, channel_dim), mask, channel_dim)
     return y, Statistics(*(value.detach() for value in s))
 
 

@@ -19,28 +19,10 @@ from torch import Tensor
 from .. import formula
 from .._masks import clamp_count, is_host_readable
 from .._spec import Spec
-from ..formula import Statistics
+from ..formula import MiniBatch, Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from ..population import Population
-
-
-class Joined(NamedTuple):
-    """What all ranks together say of a mini-batch, the same everywhere, for the population."""
-
-    statistics: Statistics
-    """At the positions statistics are kept for; the feature statistics averaged already, as of a single row."""
-    m: int | Tensor
-    """Samples, for each position; a number where it is the same for all and can be looked at."""
-    entries: int | Tensor
-    present: int | Tensor
-    """Samples with any real entry."""
-
-    def update(self, population: Population, momentum: float | None, task: Task) -> None:
-        """Average the population with the mini-batch."""
-        population.update(self.statistics, self.m, self.entries, None, task.positions, momentum, self.present)
 
 
 class Task(NamedTuple):
@@ -178,12 +160,12 @@ def _count(count: Tensor) -> int | Tensor:
     return count.long()
 
 
-def conclude(mean: Tensor, var: Tensor, sums: Sums, task: Task) -> Joined:
-    """For the population, from what ``join`` gave."""
+def conclude(mean: Tensor, var: Tensor, sums: Sums, task: Task) -> MiniBatch:
+    """The mini-batch of all ranks, from what ``join`` gave; its feature statistics are averaged already."""
     samples = sums.entries if task.spec.per_position else sums.present
     m, entries, present = _count(samples), _count(sums.entries), _count(sums.present)
     if task.spec.groups is None:
         present = m
     divisor = clamp_count(entries if task.spec.groups is None else present)
     features = sums.feature_mean / divisor, sums.feature_var / divisor
-    return Joined(Statistics(mean, var, *features, 1 / samples.clamp(min=1)), m, entries, present)
+    return MiniBatch(Statistics(mean, var, *features, 1 / samples.clamp(min=1)), m, entries, present)

@@ -16,9 +16,9 @@ from .._autograd import recomputing
 from .._backends import coefficients, like, native, operators, triton_for, widened
 from .._masks import count, hide, positions_of
 from .._masks import present as present_in
-from ..formula import Statistics
+from ..formula import MiniBatch, Statistics
 from . import messages
-from .messages import Joined, Sums, Task, add_up, agree_on, conclude, fit, here, sums_of
+from .messages import Sums, Task, add_up, agree_on, conclude, fit, here, sums_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,7 +45,8 @@ def train(layer: BatchLayerNorm, x: Tensor, mask: Tensor | None, channel_dim: in
         y, joined = _plain(*wide, mask, task) if plain else _Train.apply(*wide, task)  # type: ignore[no-untyped-call]
         y = like(y, x)
     if not recomputing():
-        joined.update(population, layer.momentum, task)
+        statistics, m, entries, present = joined
+        population.update(statistics, m, entries, None, positions, layer.momentum, present)
     return y  # type: ignore[no-any-return]
 
 
@@ -75,7 +76,7 @@ class _Join(torch.autograd.Function):
 
 def _plain(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, task: Task
-) -> tuple[Tensor, Joined]:
+) -> tuple[Tensor, MiniBatch]:
     spec = task.spec
     x = hide(x, mask, task.channel_dim)
     rows = native.moved(x, task.channel_dim, -1)
@@ -110,7 +111,7 @@ class _Train(torch.autograd.Function):
     """Batch norm with statistics from outside, plus layer norm; keeps the input and the statistics for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: Task) -> tuple[Tensor, Joined]:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: Task) -> tuple[Tensor, MiniBatch]:
         rows, spec = native.moved(x, task.channel_dim, -1), task.spec
         n, d = rows.shape[0], rows.shape[-1]
         gamma = x.new_ones(d) if gamma is None else gamma

@@ -226,5 +226,5 @@ def _plain(
     if population is None or config is None:
         y, _ = operators.train(*tensors)
     else:
-        y, _ = operators.infer(*tensors, population.at_positions_of(x, mask, *tensors[4:]), config)
+        y, _ = operators.normalize(*tensors, population.at_positions_of(x, mask, *tensors[4:]), config)
     return finish(y, residual, mask, plan.channel_dim, activation)

@@ -16,7 +16,9 @@ from .published import Plan
 
 
 @on_its_device
-def train(x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: messages.Task) -> tuple[Tensor, messages.Joined]:
+def train(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: messages.Task
+) -> tuple[Tensor, formula.MiniBatch]:
     """Algorithm 1 of the samples of all ranks: this rank's ``y``, and what all ranks together say of the mini-batch."""
     seen, _, plan = prepared(x, gamma, beta, None, task.channel_dim, task.spec)
     y, joined = _Train.apply(seen, gamma, beta, plan, task)  # type: ignore[no-untyped-call]
@@ -29,7 +31,7 @@ class _Train(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, plan: Plan, task: messages.Task
-    ) -> tuple[Tensor, messages.Joined]:
+    ) -> tuple[Tensor, formula.MiniBatch]:
         stream, lying = stream_of(plan.device), plan.shape
         q, c, entries = lying.q, lying.c, lying.entries
         mean, var, rows, features = new(x, q, c), new(x, q, c), new(x, 2, lying.rows), new(x, 2, q)

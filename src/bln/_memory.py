@@ -26,10 +26,6 @@ class Memory(nn.Module):
 
     Each request joins what is remembered by its samples, and is remembered with it. What is remembered counts as
     ``samples`` samples at most, so that older requests fade. Nothing of it is in the state dict.
-
-    Args:
-        population: The layer's, whose shape this has.
-        samples: The bound.
     """
 
     mean: Tensor

@@ -30,38 +30,30 @@ __all__ = ["BatchLayerNorm", "calibrate", "configure", "layers", "reset_statisti
 class BatchLayerNorm(_arrays.Layer, nnx.Module):
     """Batch Layer Normalization, as ``bln.BatchLayerNorm`` computes it; options are named and counted as in Flax.
 
-    Put the layer after the nonlinearity. With ``groups`` it is the form to use in convolutional nets; its statistics
-    see later positions of a sequence, so do not use them in a causal model. Statistics, counters and the configuration
-    are ``nnx.BatchStat``, so that ``nnx.split(model, nnx.Param, nnx.BatchStat)`` and checkpoints hold all of it.
-    ``model.train()``, ``model.eval()`` and ``nnx.view`` act as on ``nnx.BatchNorm``.
+    Put the layer after the nonlinearity. Statistics, counters and the configuration are ``nnx.BatchStat``, so that
+    ``nnx.split(model, nnx.Param, nnx.BatchStat)`` and checkpoints hold all of it. ``model.train()``, ``model.eval()``
+    and ``nnx.view`` act as on ``nnx.BatchNorm``. ``groups``, ``per_position``, ``eps``, ``mix_eps`` and ``dim_scale``
+    are those of ``bln.BatchLayerNorm``; ``bias_init``, ``scale_init`` and ``rngs`` those of ``nnx.BatchNorm``.
 
     Args:
         num_features: The number of features (the paper's d).
-        groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
         channel_dim: The dimension of features: last, as everywhere in Flax. (The torch layer has them at 1.)
-        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them.
         position_shape: The positions to keep statistics for, such as ``(28, 28)`` or ``80``. ``None`` learns them from
             the first call outside of ``jit``, ``grad`` and the like; a first training call inside is an error. Shorter
             sequences use the first positions.
         use_running_average: Infer instead of train, unless the call says otherwise.
-        eps: Added to both variances.
-        mix_eps: The epsilon of the mixing weights; ``None`` is ``eps``, with ``groups`` 0.
         momentum: The weight of the *old* value in the population statistics: 0.9 here is 0.1 in torch. ``None``
             averages all mini-batches since the last ``reset_statistics``.
         use_bias: Learn a shift, ``bias``.
         use_scale: Learn a scale, ``scale``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time outside of ``jit``: compiled functions follow, since it is data.
-        dim_scale: Divide by the root of ``num_features``; the default without ``groups``.
-        bias_init: The initializer of ``bias``.
-        scale_init: The initializer of ``scale``.
         axis_name: The axis of ``pmap``, ``shard_map`` or ``vmap`` whose shards are one training mini-batch. Counts and
             sums are added up, so that a shard weighs as much as it has real entries. Inference stays local.
         axis_index_groups: Groups of indices along that axis, each with statistics of its own.
         dtype: The type of the output; ``None`` infers it from input and parameters. Statistics are computed in float32
             at least.
         param_dtype: The type of the parameters. Statistics are float64 where this is, else float32.
-        rngs: The random keys for the initializers.
 
     Shape:
         ``(N, *positions, C)``, or features at ``channel_dim``; the output has the input's shape. ``mask``:

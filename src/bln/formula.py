@@ -324,16 +324,11 @@ def estimates(xp: Any, batch: MiniBatch, spec: Spec, total: Total = alone) -> Mi
 def update(
     xp: Any, old: Averages, new: MiniBatch, momentum: float | None, groups: int | None, most: int | None = None
 ) -> Averages:
-    """Average with a training mini-batch, unless its statistics are not finite.
+    """Average what is remembered, at the positions of a training mini-batch, with what ``estimates`` said of that.
 
-    Args:
-        xp: The library.
-        old: What is remembered, at the positions of the mini-batch.
-        new: What ``estimates`` returned.
-        momentum: The weight of the new value. It is never less than ``1/updates``, so that initial values do not mix
-            in. ``None`` averages all mini-batches, weighted by their samples.
-        groups: The groups of features, or ``None``.
-        most: Count samples up to this number.
+    One whose statistics are not finite does not enter. ``momentum`` is the weight of the new value, but never less than
+    ``1/updates``, so that initial values do not mix in; ``None`` averages all mini-batches, weighted by their samples.
+    Samples are counted up to ``most``.
     """
     s, names = new.statistics, Statistics._fields
     # NaN and infinity, in the input or from an overflow, show in the variances.

@@ -52,16 +52,13 @@ _PARAMETER_OPTIONS = {
 class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
     """Batch Layer Normalization, as ``bln.BatchLayerNorm`` computes it; options are named and counted as in Keras.
 
-    Put the layer after the nonlinearity. With ``groups`` it is the form to use in convolutional nets; its statistics
-    see later positions of a sequence, so do not use them in a causal model. A mask, such as that of
-    ``Embedding(mask_zero=True)``, marks real entries: hidden ones enter no statistic and come out 0. Statistics are
-    float32 unless the dtype policy is float64. With ``trainable = False`` the layer acts as in inference, as
-    ``keras.layers.BatchNormalization`` does.
+    Put the layer after the nonlinearity. A mask, such as that of ``Embedding(mask_zero=True)``, marks real entries:
+    hidden ones enter no statistic and come out 0. Statistics are float32 unless the dtype policy is float64. With
+    ``trainable = False`` the layer acts as in inference, as ``keras.layers.BatchNormalization`` does. ``groups``,
+    ``per_position`` and ``dim_scale`` are those of ``bln.BatchLayerNorm``.
 
     Args:
         axis: The axis of features; never 0, which is that of samples.
-        groups: Feature statistics over this many groups of features, and over positions. ``None`` is the paper's layer.
-        per_position: Batch statistics for each position, the default without ``groups``. ``False`` pools them.
         position_shape: The positions to keep statistics for, such as ``(28, 28)`` or ``80``. ``None`` takes them from
             the input shape. Shorter sequences use the first positions.
         epsilon: Added to both variances.
@@ -72,7 +69,6 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         scale: Learn a scale, ``gamma``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time: compiled functions follow. It is saved with the weights.
-        dim_scale: Divide by the root of the number of features; the default without ``groups``.
         **kwargs: ``beta_initializer``, ``gamma_regularizer``, ``beta_constraint`` and so on, as Keras's own
             normalization layers take them; ``name``, ``dtype`` and what else any layer takes.
 
@@ -283,9 +279,7 @@ def _walk(layer: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 class ResetStatistics(keras.callbacks.Callback):
-    """Forget the population when an epoch begins, in layers with ``momentum=None``.
-
-    Their statistics are then those of the epoch.
+    """Forget the population when an epoch begins, in layers with ``momentum=None``: theirs is then of the epoch.
 
     Examples:
         >>> import keras, numpy, bln.keras
@@ -337,8 +331,7 @@ def _evaluating(model: Any, calibrating: bool = False) -> Iterator[None]:
     """Retrace ``predict`` for a calibration: a function traced before would not calibrate."""
     compiled = model.predict_function
     try:
-        if calibrating:
-            model.predict_function = None
+        model.predict_function = None if calibrating else compiled
         yield
     finally:
         if calibrating:

@@ -43,8 +43,7 @@ class BatchLayerNorm(nn.Module):
 
     With ``groups`` it is the form to use in convolutional nets: batch statistics are pooled over positions, as
     BatchNorm's, and feature statistics are those of a sample over a group of features and all positions, as
-    GroupNorm's. At ``m = 1`` it is GroupNorm, and as ``1/m`` goes to 0 it becomes BatchNorm. In a sequence such
-    statistics see all positions, later ones too: do not use them in a causal model.
+    GroupNorm's. In a sequence they see later positions too: do not use them in a causal model.
 
     Args:
         num_features: ``C``, the number of features (the paper's d).

@@ -109,17 +109,11 @@ class Population(nn.Module):
         self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None,
         positions: tuple[int, ...], momentum: float | None, present: int | Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Average with a training mini-batch, unless its statistics are not finite.
+        """Average with a training mini-batch, as ``formula.update`` does, unless its statistics are not finite.
 
-        Args:
-            batch: The mini-batch's own statistics; those of features for each sample, or averaged over samples.
-            m: Its samples; under a mask, at each position.
-            entries: The entries that each of its batch statistics averages; under a mask, at each position.
-            mask: True at real entries.
-            positions: The input's positions, ``()`` where statistics are pooled over them.
-            momentum: The weight of the new value; never less than ``1/updates``, so that initial values do not mix
-                in. ``None`` averages all mini-batches since the last reset, weighted by their samples.
-            present: The samples with any real entry, where ``mask`` does not say.
+        ``batch`` has feature statistics of each sample, or averaged over samples; ``m``, ``entries`` and ``present``
+        are those of ``formula.MiniBatch``, and ``mask`` says the last where it is not given. ``positions`` are those
+        of the input, ``()`` where statistics are pooled over them.
         """
         at = self.expect(positions)
         if present is None:

@@ -113,10 +113,7 @@ class Ranks:
 def merge(layers: Mapping[str, BatchLayerNorm], ranks: Ranks, *, share: bool) -> None:
     """Give all ranks the statistics of all: averages weighted by samples, as one process would have over all batches.
 
-    Args:
-        layers: By name, the same on all ranks.
-        ranks: Who takes part.
-        share: Leave each rank its share of the counters instead of the sum.
+    With ``share`` each rank is left its share of the counters instead of the sum.
     """
     if ranks.size == 1:
         return

@@ -24,14 +24,6 @@ _CHUNK = 2**19
 _kept = threading.local()
 
 
-def train(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec
-) -> tuple[Tensor, Statistics]:
-    """Normalize ``x``, for which ``is_plain_cpu``, by its own statistics, and return them, detached."""
-    y, *s = _Train.apply(x, gamma, beta, channel_dim, spec)  # type: ignore[no-untyped-call]
-    return y, Statistics(*s)
-
-
 def statistics(moments: Moments, spec: Spec) -> Statistics:
     """Eqs 10-13 of the grouped form, of a mini-batch with these moments."""
     assert spec.groups is not None
@@ -112,10 +104,6 @@ class _Rows:
         """Another tensor of the shape of ``x``, seen and lying as it does."""
         return like.movedim(self.channel_dim, self.at).contiguous().view(self.shape)
 
-    def broadcast(self, value: Tensor) -> Tensor:
-        """``(N, C)`` in a shape that meets it."""
-        return value.unsqueeze(self.over)
-
     def restore(self, y: Tensor) -> Tensor:
         """Return rows in the shape of the input."""
         return y.view(self.moved).movedim(self.at, self.channel_dim)
@@ -145,13 +133,16 @@ def _measure(rows: _Rows) -> tuple[Tensor, Tensor]:
     for at, centred in rows.scratch():
         part = rows.x[at]
         torch.mean(part, rows.over, out=mean[at])
-        torch.sub(part, rows.broadcast(mean[at]), out=centred)
+        torch.sub(part, mean[at].unsqueeze(rows.over), out=centred)
         torch.mean(centred.square_(), rows.over, out=var[at])
     return mean, var
 
 
-class _Train(torch.autograd.Function):
-    """Keeps the input and the statistics for backward; a second derivative goes through plain operators."""
+class Train(torch.autograd.Function):
+    """Normalize ``x``, for which ``is_plain_cpu``, by its own statistics; return them too.
+
+    It keeps the input and the statistics for backward. A second derivative goes through plain operators.
+    """
 
     @staticmethod
     def forward(
@@ -160,7 +151,8 @@ class _Train(torch.autograd.Function):
         rows = _Rows(x, channel_dim)
         mean, var = _measure(rows) if x.dim() > 2 else (x, torch.zeros_like(x))
         s = statistics(Moments(mean, var, None), spec)
-        a, b = formula.coefficients(torch, _with_number(s, x), gamma, beta, x.shape[channel_dim], spec)
+        by_number = s._replace(inverse_m=1 / x.shape[0])  # which takes no operators
+        a, b = formula.coefficients(torch, by_number, gamma, beta, x.shape[channel_dim], spec)
         y = torch.empty_like(x)  # no view of anything: what follows may change it in place
         seen = _affine(rows, rows.x, a, b, out=rows.view(y))
         if seen.data_ptr() != y.data_ptr():
@@ -179,26 +171,21 @@ class _Train(torch.autograd.Function):
         rows = _Rows(x, channel_dim)
         dy_rows = rows.view(dy)
         sums, dots = _sums(rows, dy_rows, mean)
-        positions = math.prod(x.shape[1:]) // x.shape[channel_dim]
-        s = _with_number(Statistics(*saved), x)
-        moments = Moments(mean, None, positions)
+        s = Statistics(*saved)._replace(inverse_m=1 / x.shape[0])
+        moments = Moments(mean, None, math.prod(x.shape[1:]) // x.shape[channel_dim])
         c1, c0, d_gamma, d_beta = formula.gradients(torch, s, moments, sums, dots, gamma, spec)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(rows.x)
             for at, product in rows.scratch():
                 _affine(rows, rows.x[at], c1[at], c0[at], out=dx[at])
+                factor = a[at].unsqueeze(rows.over)
                 if rows.channels_first:  # where a row has one factor, addcmul takes three times as long
-                    dx[at].add_(torch.mul(dy_rows[at], rows.broadcast(a[at]), out=product))
+                    dx[at].add_(torch.mul(dy_rows[at], factor, out=product))
                 else:
-                    dx[at].addcmul_(dy_rows[at], rows.broadcast(a[at]))
+                    dx[at].addcmul_(dy_rows[at], factor)
             dx = rows.restore(dx)
         return dx, None if gamma is None else d_gamma, None if beta is None else d_beta, None, None
-
-
-def _with_number(s: Statistics, x: Tensor) -> Statistics:
-    """The statistics with ``1/m`` as a number, which takes no operators."""
-    return s._replace(inverse_m=1 / x.shape[0])
 
 
 def _plain(x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec) -> Tensor:

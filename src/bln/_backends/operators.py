@@ -23,7 +23,8 @@ def train(
 ) -> tuple[Tensor, Statistics]:
     """Normalize ``x``, float32 or float64, by its own statistics, and return them, detached."""
     if spec.coefficients and mask is None and coefficients.is_plain_cpu(x):
-        return coefficients.train(x, gamma, beta, channel_dim, spec)
+        y, *s = coefficients.Train.apply(x, gamma, beta, channel_dim, spec)  # type: ignore[no-untyped-call]
+        return y, Statistics(*s)
     return normalize(x, gamma, beta, mask, channel_dim, spec)
 
 

@@ -1,9 +1,10 @@
 """What ranks tell each other of a mini-batch: one collective forward, one backward.
 
 Forward, a rank sends for each position (pooled: once) the mean and the centred sum of squares of each feature, its
-entries, the sums of its feature means and variances, which the population wants, and once its samples. Backward, it
-sends what its part of the loss says of the joined mean and variance. Both messages have the shape of the statistics,
-not that of the input: ranks may hold any number of samples, none included, and nobody waits for a count.
+entries, the sums of its feature means and variances, which the population wants, and pooled its samples, which else
+are its entries. Backward, it sends what its part of the loss says of the joined mean and variance. Both messages have
+the shape of the statistics, not that of the input: ranks may hold any number of samples, none included, and nobody
+waits for a count.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def gather(message: Tensor, group: ProcessGroup) -> Tensor:
 
 def join(mean: Tensor, squares: Tensor, sums: Sums, task: Task) -> tuple[Tensor, Tensor, Sums]:
     """Batch mean and variance over all ranks, and the ranks' sums: the collective of forward."""
-    parts = mean, squares, *sums
+    # For each position samples are its entries: only groups need to know them as a whole.
+    sends_samples = task.spec.groups is not None or not task.spec.per_position
+    parts = [mean, squares, *sums] if sends_samples else [mean, squares, *sums[:-1]]
     message = torch.cat([value.reshape(-1) for value in parts])
     gathered = gather(message.to(task.dtype), task.group).to(message.dtype).view(-1, len(message))
     means, centred, *totals = (
@@ -133,7 +136,7 @@ def join(mean: Tensor, squares: Tensor, sums: Sums, task: Task) -> tuple[Tensor,
         for value, part in zip(gathered.split_with_sizes([p.numel() for p in parts], 1), parts, strict=True)
     )
     joined = formula.combine(torch, totals[0][..., None], means, centred)
-    return *joined, Sums(*(value.sum(0) for value in totals))
+    return *joined, Sums(*(value.sum(0) for value in totals), *([] if sends_samples else [sums.present]))
 
 
 def add_up(message: Tensor, task: Task) -> Tensor:

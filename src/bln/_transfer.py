@@ -121,22 +121,15 @@ def _refuse_ambiguous(found: dict[str, State]) -> None:
 
 def _fit(source: State, target: State) -> tuple[State, list[str]]:
     """Return the source's state in the shapes and types of the target, and what does not fit."""
-    problems = [
-        f"{name}={value} in the source, {other} in the target"
-        for name, value, other in zip(Spec._fields, source.spec, target.spec, strict=True)
-        if value != other
-    ]
     known = source.positions if target.positions is None else target.positions
-    if not problems:  # else shapes need not correspond
-        if source.positions not in (None, known):
-            problems.append(f"statistics for positions {source.positions} in the source, {known} in the target")
-        problems += [
-            f"only the {'source' if name in source.tensors else 'target'} has a {name} parameter"
-            for name in sorted(source.tensors.keys() ^ target.tensors.keys())
-        ]
-        features, there = (state.tensors["batch_mean"].shape[-1] for state in (source, target))
-        if features != there:
-            problems.append(f"{features} features in the source, {there} in the target")
+    facts: list[tuple[Any, ...]] = [
+        (name, *pair) for name, *pair in zip(Spec._fields, source.spec, target.spec, strict=True)
+    ]
+    if source.spec == target.spec:  # else shapes need not correspond
+        facts.append(("positions", known if source.positions is None else source.positions, known))
+        facts += [(name, name in source.tensors, name in target.tensors) for name in ("scale", "shift")]
+        facts.append(("features", *(state.tensors["batch_mean"].shape[-1] for state in (source, target))))
+    problems = [f"{name}={here} in the source, {there} in the target" for name, here, there in facts if here != there]
     if problems:
         return source, problems
     tensors = {}

@@ -1,15 +1,13 @@
 """Reset and calibrate population statistics in a plain loop, in Lightning and in the transformers Trainer.
 
-Reset at each epoch: with ``momentum=None`` a layer averages all mini-batches since the last reset, so that without one
-the early weights are never forgotten. ``reset_each_epoch``, ``LightningReset`` and ``TrainerReset`` reset the layers
-with ``momentum=None`` and leave the others alone.
-
-Calibrate before evaluation: ``LightningCalibrate(train_batches)`` and ``TrainerCalibrate(train_batches)`` run
-``bln.calibrate`` before each evaluation during training; the latter at the end of training too. A checkpoint written
-after an evaluation holds the statistics of that evaluation.
+With ``momentum=None`` a layer averages all mini-batches since the last reset, so that without one the early weights are
+never forgotten. ``reset_each_epoch``, ``LightningReset`` and ``TrainerReset`` reset such layers and leave the others
+alone. ``LightningCalibrate(train_batches)`` and ``TrainerCalibrate(train_batches)`` run ``bln.calibrate`` before each
+evaluation during training; the latter at the end of training too. A checkpoint written afterwards holds those
+statistics.
 
 Keras has ``bln.keras.ResetStatistics`` and ``bln.keras.Calibrate``. The classes for Lightning and transformers are
-defined on first use, so that importing this module needs neither package.
+made on first use, so that importing this module needs neither package.
 """
 
 from __future__ import annotations

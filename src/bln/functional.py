@@ -65,17 +65,14 @@ def batch_layer_norm(
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Normalize over the mini-batch and over features, mixed by ``1/m`` (eqs 10-17, or 18-25 given a population).
 
+    ``groups``, ``per_position``, ``eps``, ``mix_eps`` and ``dim_scale`` are those of ``bln.BatchLayerNorm``.
+
     Args:
         x: ``(N, C)``, ``(N, C, *positions)``, or with ``channel_dim=-1`` ``(N, *positions, C)``. Floating point.
         weight: Gamma, ``(C,)``.
         bias: Beta, ``(C,)``.
         channel_dim: The dimension of features; never 0, which is that of samples.
-        groups: As of ``bln.BatchLayerNorm``, and so the next ones.
-        per_position: Batch statistics for each position.
         mask: ``(N, *positions)``, boolean, true at real entries. Hidden entries enter no statistic and come out 0.
-        eps: Added to both variances.
-        mix_eps: The epsilon in the weights of eq 16.
-        dim_scale: Divide by the root of the number of features (eq 16).
         population: Statistics to choose from, features last, as ``Statistics`` says. Without them the mini-batch
             is normalized by its own, as in training.
         config: With ``population``, where each of the four statistics comes from.

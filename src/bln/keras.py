@@ -279,17 +279,7 @@ def _walk(layer: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 class ResetStatistics(keras.callbacks.Callback):
-    """Forget the population when an epoch begins, in layers with ``momentum=None``: theirs is then of the epoch.
-
-    Examples:
-        >>> import keras, numpy, bln.keras
-        >>> model = keras.Sequential([bln.keras.BatchLayerNormalization(momentum=None)])
-        >>> model.compile(loss="mse")
-        >>> x = numpy.random.normal(size=(12, 3))
-        >>> history = model.fit(x, x, batch_size=4, epochs=2, verbose=0, callbacks=[bln.keras.ResetStatistics()])
-        >>> int(model.layers[0].updates[0])
-        3
-    """
+    """Forget the population when an epoch begins, in layers with ``momentum=None``: theirs is then of the epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forget the population."""

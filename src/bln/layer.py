@@ -219,10 +219,9 @@ class BatchLayerNorm(nn.Module):
     def reset_parameters(self) -> None:
         """Scale 1, shift 0, and no population."""
         self.reset_statistics()
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        for parameter, value in ((self.weight, 1), (self.bias, 0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
 
     def get_extra_state(self) -> Tensor:
         """The configuration's prior strengths, infinite for the population: a searched model is loaded as found."""

@@ -115,7 +115,7 @@ class TestLayers:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"features": 4}, "3 features in the source, 4 in the target"),
+            ({"features": 4}, "features=3 in the source, 4 in the target"),
             ({"eps": 1e-3}, "eps=0.0001 in the source, 0.001 in the target"),
             ({"mix_eps": 0.0}, "mix_eps=0.0001 in the source, 0.0 in the target"),
             ({"dim_scale": False}, "dim_scale=True in the source, False in the target"),

@@ -24,7 +24,7 @@ from . import demo as demonstration
 from . import download, packed, runs, table
 from . import report as reports
 from . import reproduce as sweep
-from .remaining import TimeLeft
+from .remaining import Forecast, TimeLeft
 from .report import shift as shift_report
 from .report import sizes as sizes_report
 from .report.sizes import WORDS
@@ -328,18 +328,21 @@ def _run_sizes(
     runs.claim(out)
     if chosen.type == "cpu":
         torch.set_num_threads(study.threads(workers))
+    seconds = None
     if minutes is None or dry_run:  # measuring takes time, too
-        console.print(study.estimate(cells, out, data_dir, chosen, workers).text(), soft_wrap=True)
+        estimate = study.estimate(cells, out, data_dir, chosen, workers)
+        seconds = estimate.seconds
+        console.print(estimate.text(), soft_wrap=True)
     if dry_run:
         return
-    alike = [Settings(each.task, each.norm, each.batch_size, each.samples, 0, "clean", each.epochs) for each in cells]
-    with _resumable(TimeLeft(alike), len(cells), "cells") as progress:
+    left = Forecast(study.steps_left(cells, out), seconds)
+    with _resumable(left, len(cells), "norms and sizes") as progress:
         path = study.study(
             cells, out, data_dir, device=chosen, workers=workers, minutes=minutes, progress=progress
         )  # fmt: skip
-    if left := study.unfinished(cells, out):
+    if unfinished := study.unfinished(cells, out):
         console.print(
-            f"{left} of {len(cells)} norms and batch sizes are left; the same command goes on", soft_wrap=True
+            f"{unfinished} of {len(cells)} norms and batch sizes are left; the same command goes on", soft_wrap=True
         )
     _report_sizes(path, out)
 
@@ -352,7 +355,7 @@ def _report_sizes(path: Path, out: Path, task: str | None = None) -> None:
 
 
 @contextmanager
-def _resumable(left: TimeLeft, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
+def _resumable(left: TimeLeft | Forecast, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
     """Show a bar; an interruption says that nothing is lost."""
     try:
         with _bar(left, total, what) as progress:
@@ -365,7 +368,7 @@ def _resumable(left: TimeLeft, total: int, what: str) -> Iterator[Callable[[floa
 class _Left(ProgressColumn):
     """The time left, as a column of a bar."""
 
-    def __init__(self, left: TimeLeft) -> None:
+    def __init__(self, left: TimeLeft | Forecast) -> None:
         super().__init__()
         self._left = left
 
@@ -377,7 +380,7 @@ class _Left(ProgressColumn):
 
 
 @contextmanager
-def _bar(left: TimeLeft, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
+def _bar(left: TimeLeft | Forecast, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
     counted = TextColumn("{task.completed:.1f}/{task.total} " + what)
     columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeElapsedColumn(), _Left(left))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

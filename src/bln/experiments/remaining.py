@@ -64,3 +64,36 @@ class TimeLeft:
         for other, seconds in seen.items():
             return seconds * self._steps[kind] / self._steps[other]
         return None
+
+
+class Forecast:
+    """An estimate of the time left where parts end in any order, several at a time: by the share of the work done.
+
+    Args:
+        amounts: The work in each part, in the order in which they begin; 0 if it was done before.
+        seconds: A forecast of the whole, which is believed until some work is done.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self, amounts: Sequence[float], seconds: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._amounts, self._forecast, self._clock = amounts, seconds, clock
+        self._share = 0.0
+        self._at = self._start = clock()
+
+    def update(self, done: float) -> None:
+        """Note that ``done`` parts are done; fractions of parts count."""
+        whole = int(done)
+        amount = sum(self._amounts[:whole]) + sum(self._amounts[whole : whole + 1]) * (done - whole)
+        share = amount / (sum(self._amounts) or 1.0)
+        if share > self._share:
+            self._share, self._at = share, self._clock()
+
+    def seconds(self) -> float | None:
+        """Return the time left, or ``None`` while it is not known."""
+        now = self._clock()
+        if self._share < _SEEN:
+            return None if self._forecast is None else max(0.0, self._forecast - (now - self._start))
+        left = (self._at - self._start) * (1 - self._share) / self._share
+        return max(0.0, left - (now - self._at))

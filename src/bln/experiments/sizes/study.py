@@ -192,14 +192,19 @@ def study(
             )
             for number, rows in enumerate(ended, 1):
                 keep(rows)
-                progress(number, f"{number} of {len(jobs)} norms and batch sizes")
+                progress(number, f"{workers} at a time")
     return path
 
 
 def unfinished(cells: Sequence[Cell], out: Path) -> int:
     """Return how many of these cells have runs left."""
+    return sum(steps > 0 for steps in steps_left(cells, out))
+
+
+def steps_left(cells: Sequence[Cell], out: Path) -> list[float]:
+    """Return the training steps that each of these cells still takes, over its runs."""
     known = {key(row): row for row in table.read(out / table.NAME)}
-    return sum(sum(_left(cell, known)) > 0 for cell in cells)
+    return [sum(_left(cell, known)) * cell.epochs * cell.samples / cell.batch_size for cell in cells]
 
 
 def threads(workers: int) -> int:

@@ -74,12 +74,12 @@ class Check:
     step: Step | None = None
 
     def __str__(self) -> str:
-        lines = [f"convert replaces {len(self.replaced)} norms"]
+        lines = [f"convert replaces {len(self.replaced)} norm{'s' * (len(self.replaced) != 1)}"]
         if self.replaced:
             rows = [("name", "class", "becomes"), *self.replaced]
             widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
             lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {new}" for name, kind, new in rows]
-        lines += self.notes or ["No norm is left."]
+        lines += self.notes or ["Every norm that it knows is replaced."]
         if self.difference is not None:
             lines.append(f"Outputs in eval() move by {self.difference:.1g} of the largest.")
         if self.step is not None:

@@ -48,10 +48,8 @@ def test_the_verdict_follows_from_the_accuracies(tmp_path, ours, word, verdicts)
     first, second = sizes.sentences(results)
     mean = 100 * (ours[0] if isinstance(ours, tuple) else ours)
     assert f"at batch 1 BLN grouped {mean:.1f} %, BatchNorm 50.0 % and GroupNorm 70.0 %" in first
-    said = {"holds": "holds here", "does not hold": "does not hold here"}[word]
-    assert second.startswith(
-        f"That BLN grouped is ahead of or level with the best of BatchNorm and GroupNorm at every batch size {said}: "
-    )
+    claim = "BLN grouped is ahead of or level with the best of BatchNorm and GroupNorm at every batch size. It is "
+    assert second.startswith({"holds": "Here ", "does not hold": "Not so here: "}[word] + claim)
 
 
 def test_what_is_undecided_says_how_many_seeds_would_decide(tmp_path):

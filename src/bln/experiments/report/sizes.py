@@ -249,10 +249,10 @@ def sentences(results: Results) -> tuple[str, str]:
     first = f"Test accuracy of {results.title}: {'; '.join(parts)}." if parts else "No run has finished yet."
     found = standings(results)
     if not found:
-        return first, f"That {claim(results)} cannot be judged yet."
-    word = {"holds": "holds here", "does not hold": "does not hold here", "undecided": "is undecided here"}
+        return first, f"No run decides yet whether {claim(results)}."
+    opening = {"holds": "Here ", "does not hold": "Not so here: ", "undecided": "These runs do not decide whether "}
     details = "; ".join(each.text() for each in found)
-    return first, f"That {claim(results)} {word[verdict(found)]}: it is {details}."
+    return first, f"{opening[verdict(found)]}{claim(results)}. It is {details}."
 
 
 def _listed(words: Sequence[str]) -> str:

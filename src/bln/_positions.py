@@ -17,27 +17,27 @@ def check_shapes(
 
     ``name`` is what the layer calls that dimension, ``mask`` the shape of the mask, and ``empty`` allows no samples.
     """
-    rank, shape = len(shape), tuple(shape)
+    rank = len(shape)
     if not (rank >= 2 and -rank < channel_dim < rank and channel_dim != 0):
         raise ValueError(
-            f"expected an input (N, C), (N, C, *positions) or, with {name}=-1, (N, *positions, C); got shape {shape} "
-            f"with {name}={channel_dim}. A single sample needs its own dimension: x[None]"
+            f"expected an input (N, C), (N, C, *positions) or, with {name}=-1, (N, *positions, C); got shape "
+            f"{tuple(shape)} with {name}={channel_dim}. A single sample needs its own dimension: x[None]"
         )
     channel_dim %= rank
     if features not in (None, shape[channel_dim]):
         raise ValueError(
             f"expected {features} features along dimension {channel_dim}, got {shape[channel_dim]} in an input of "
-            f"shape {shape}. If features stand elsewhere, pass {name}="
+            f"shape {tuple(shape)}. If features stand elsewhere, pass {name}="
         )
     if 0 in shape and not (empty and 0 not in shape[1:]):
-        raise ValueError(f"cannot train on an empty input, got shape {shape}; skip empty batches")
-    expected = shape[:channel_dim] + shape[channel_dim + 1 :]
-    if mask is not None and not (
-        len(mask) == len(expected) and all(a == b or None in (a, b) for a, b in zip(mask, expected, strict=True))
-    ):
+        raise ValueError(f"cannot train on an empty input, got shape {tuple(shape)}; skip empty batches")
+    if mask is None:
+        return channel_dim
+    expected = *shape[:channel_dim], *shape[channel_dim + 1 :]
+    if len(mask) != rank - 1 or any(a != b and None not in (a, b) for a, b in zip(mask, expected, strict=True)):
         raise ValueError(
-            f"expected a mask of shape {expected}, (N, *positions) of the input {shape} with features at dimension "
-            f"{channel_dim}; got {tuple(mask)}"
+            f"expected a mask of shape {expected}, (N, *positions) of the input {tuple(shape)} with features at "
+            f"dimension {channel_dim}; got {tuple(mask)}"
         )
     return channel_dim
 

@@ -94,11 +94,15 @@ class _Rows:
 
     def __init__(self, x: Tensor, channel_dim: int) -> None:
         self.pairs = n, c = x.shape[0], x.shape[channel_dim]
-        self.channels_first = not x.movedim(channel_dim, -1).is_contiguous()
-        self.shape, self.over, self.at = ((n, c, -1), 2, 1) if self.channels_first else ((n, -1, c), 1, -1)
         self.channel_dim = channel_dim
-        self.moved = x.movedim(channel_dim, self.at).shape
-        self.x = self.view(x)
+        moved = x.movedim(channel_dim, -1)
+        self.channels_first = not moved.is_contiguous()
+        self.shape, self.over, self.at = (n, -1, c), 1, -1
+        if self.channels_first:
+            self.shape, self.over, self.at = (n, c, -1), 2, 1
+            moved = x.movedim(channel_dim, 1)
+        self.moved = moved.shape
+        self.x = moved.contiguous().view(self.shape)
 
     def view(self, like: Tensor) -> Tensor:
         """Another tensor of the shape of ``x``, seen and lying as it does."""

@@ -559,7 +559,7 @@ class TestBadInput:
             ({"eps": -1e-4}, "eps must be"),
             ({"eps": float("nan")}, "eps must be"),
             ({"mix_eps": 1.5}, "mix_eps must be None"),
-            ({"eps": 2.0}, "mix_eps is eps unless given, and must be in"),
+            ({"eps": 2.0}, "mix_eps must be None .*with eps=2.0"),
             ({"momentum": 1.5}, r"momentum must be None \(plain average\) or in \[0, 1\], got 1.5"),
             ({"momentum": -0.1}, "momentum must be"),
             ({"config": "TTT"}, "'TTT' is not a configuration"),

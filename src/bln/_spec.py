@@ -33,14 +33,17 @@ class Spec(NamedTuple):
     ) -> Spec:
         """Check the options and fill in defaults: the paper's, or with ``groups`` those of the grouped form."""
         published = groups is None
-        _check_eps(eps, mix_eps, published)
-        return cls(
-            None if published else positive("groups must be None (as published) or", groups),
-            published if per_position is None else per_position,
-            eps,
-            (eps if published else 0.0) if mix_eps is None else mix_eps,
-            published if dim_scale is None else dim_scale,
-        )
+        if not published:
+            groups = positive("groups must be None (as published) or", groups)
+        if not (isinstance(eps, int | float) and 0 < eps < math.inf):
+            raise ValueError(f"eps must be a positive number, got {eps!r}: it keeps a constant feature from 0/0")
+        mixing = mix_eps if mix_eps is not None else eps if published else 0.0
+        if not (isinstance(mixing, int | float) and 0 <= mixing < 1):
+            raise ValueError(
+                f"mix_eps must be None (which is eps, with groups 0) or in [0, 1), got {mix_eps!r} with eps={eps!r}"
+            )
+        by_position, scaled = (published if given is None else given for given in (per_position, dim_scale))
+        return cls(groups, by_position, eps, mixing, scaled)
 
     @property
     def coefficients(self) -> bool:
@@ -80,13 +83,3 @@ def check_layer(name: str, channel_dim: Any, usual: int, momentum: Any, weighs: 
             "value"
         )
     return index(channel_dim)
-
-
-def _check_eps(eps: Any, mix_eps: Any, published: bool) -> None:
-    """Refuse values outside of what the equations allow."""
-    if not (isinstance(eps, int | float) and 0 < eps < math.inf):
-        raise ValueError(f"eps must be a positive number, got {eps!r}: it keeps a constant feature from 0/0")
-    if mix_eps is None and published and eps >= 1:
-        raise ValueError(f"mix_eps is eps unless given, and must be in [0, 1), got eps={eps!r}; give mix_eps=1e-4, say")
-    if mix_eps is not None and not (isinstance(mix_eps, int | float) and 0 <= mix_eps < 1):
-        raise ValueError(f"mix_eps must be None (the default) or in [0, 1), got {mix_eps!r}")

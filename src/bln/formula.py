@@ -166,7 +166,7 @@ def choose(
     arrays, give ``Priors`` and the library's own ``where(condition, yes, no)``.
     """
     priors = Priors(*config.priors) if isinstance(config, StatisticsConfig) else config
-    select = _shrunk if isinstance(config, StatisticsConfig) else partial(_selected, where)
+    select = partial(_chosen, None if isinstance(config, StatisticsConfig) else where)
 
     def pair(mean: str, var: str, prior_mean: Any, prior_var: Any, inverse_m: Any) -> tuple[Any, Any]:
         own_mean, own_var = getattr(current, mean), getattr(current, var)
@@ -183,21 +183,16 @@ def choose(
     )
 
 
-def _shrunk(prior: Any, population: Any, current: Any, inverse_m: Any) -> Any:
-    """Return the value at a known prior strength; where that is infinite or 0, nothing is computed."""
-    if prior == POPULATION:
-        return population
-    if prior == CURRENT:
-        return current
-    share = prior * inverse_m / (1 + prior * inverse_m)  # k / (k + m), the population's
-    return share * population + (1 - share) * current
-
-
-def _selected(where: Any, prior: Any, population: Any, current: Any, inverse_m: Any) -> Any:
-    """Return the value at prior strengths in an array."""
-    finite = where(prior < POPULATION, prior, 0.0)  # else inf / inf, whose NaN would enter derivatives
-    share = finite * inverse_m / (1 + finite * inverse_m)
+def _chosen(where: Any, prior: Any, population: Any, current: Any, inverse_m: Any) -> Any:
+    """Return the value at a prior strength: a number, or an array where ``where`` is given."""
+    if where is None and prior in (POPULATION, CURRENT):  # nothing is computed
+        return population if prior == POPULATION else current
+    # Where it is infinite: inf / inf is NaN, which would enter derivatives.
+    finite = prior if where is None else where(prior < POPULATION, prior, 0.0)
+    share = finite * inverse_m / (1 + finite * inverse_m)  # k / (k + m), the population's
     mixed = share * population + (1 - share) * current
+    if where is None:
+        return mixed
     return where(prior == POPULATION, population, where(prior == CURRENT, current, mixed))
 
 

@@ -81,15 +81,21 @@ class Population(nn.Module):
     def statistics(self, positions: tuple[int, ...], m: int | Tensor) -> Statistics:
         """The statistics at the input's positions; where nothing was seen yet, ``m`` is that of the input."""
         at = window(positions, self.position_shape)
-        values = Statistics(*(getattr(self, name) for name in STATISTICS))
+        values = Statistics(*self._kept(at))
         seen = self.updates[STATISTICS.index("inverse_m")] > 0
         if len(at) > 0:  # not "if at", of which a compiler makes a graph for each length
-            features = values.feature_mean, values.feature_var
-            values, seen = Statistics(*(value[at] for value in values)), seen[at]
-            if self.groups is not None:  # those have no positions
-                values = values._replace(feature_mean=features[0], feature_var=features[1])
+            seen = seen[at]
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
+
+    def _kept(self, at: tuple[slice, ...]) -> list[Tensor]:
+        """The statistics at these positions, which those of groups do not have."""
+        kept = [getattr(self, name) for name in STATISTICS]
+        if len(at) > 0:
+            for row, name in enumerate(STATISTICS):  # in a comprehension, too, there would be a graph for each length
+                if self.groups is None or not name.startswith("feature"):
+                    kept[row] = kept[row][at]
+        return kept
 
     def at_positions_of(self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> Statistics:
         """The statistics at an input's positions; where nothing was seen yet, ``m`` is that of the input."""
@@ -122,13 +128,10 @@ class Population(nn.Module):
             present = m if counted else samples_in(mask).sum()  # type: ignore[arg-type]
         new = self._estimates(batch, m, entries, mask, present)
         updates, samples, dtype = self.updates, self.samples, self.inverse_m.dtype
-        kept = [getattr(self, name) for name in STATISTICS]
+        kept = self._kept(at)
         values: Any = new if new.batch_mean.dtype == dtype else [value.to(dtype) for value in new]
         if len(at) > 0:
             updates, samples = updates[:, *at], samples[:, *at]
-            for row, name in enumerate(STATISTICS):  # in a comprehension, too, there would be a graph for each length
-                if self.groups is None or not name.startswith("feature"):  # those of groups have no positions
-                    kept[row] = kept[row][at]
         if is_host_readable(new.batch_var) and isinstance(m, int) and present == m > 0 and entries > 1:
             # Mostly all counts are the same, and one number does for all weights: a third less time with small inputs.
             if not all(value.max().item() < math.inf for value in (new.batch_var, new.feature_var)):  # nor NaN

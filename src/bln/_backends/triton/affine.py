@@ -24,9 +24,7 @@ from .primitives import absorb, counted, extents, gather, indices, is_real, kern
 
 
 @triton.jit
-def locate(
-    C, P, run, splits, CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr
-):  # fmt: skip
+def locate(C, P, run, splits, CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr):
     """``C`` and ``P``, and what a program handles: its sample, features, lanes, and the range of its positions.
 
     A range is whole tiles, which the compiler must see to load vectors.
@@ -37,12 +35,6 @@ def locate(
     c, lane = indices(tl.program_id(0) % blocks, BC, BP, CHANNELS_FIRST)
     first = rest % splits * (run // BP) * BP
     return C, P, rest // splits, c, lane, first, tl.minimum(first + run, P)
-
-
-@triton.jit
-def row_of(n, first, run, N, C):
-    """Where the results of a range of positions of a sample stand among partial ones, ``[splits, N, C]``."""
-    return (tl.cast(first // run, tl.int64) * N + n) * C
 
 
 # ---- forward
@@ -92,9 +84,9 @@ def measure(
         mean += moved / tl.maximum(count, 1.0)
         squares += tl.where(real, moved * (v - mean), 0.0)
     total, mean, squares = gather(count, mean, squares, AXIS)
-    row = partial + row_of(n, first, run, N, C)
-    tl.store(row + c, tl.expand_dims(mean, AXIS), mask=c < C)
-    tl.store(row + tl.cast(splits, tl.int64) * N * C + c, tl.expand_dims(squares, AXIS), mask=c < C)
+    row = partial + (tl.cast(first // run, tl.int64) * N + n) * C + c
+    tl.store(row, tl.expand_dims(mean, AXIS), mask=c < C)
+    tl.store(row + tl.cast(splits, tl.int64) * N * C, tl.expand_dims(squares, AXIS), mask=c < C)
     if mask is not None:
         tl.store(counts + first // run * N + n + tl.arange(0, 1), total)
     if tl.program_id(0) == 0:
@@ -104,10 +96,9 @@ def measure(
 @triton.jit
 def part_sizes(counts, row, real, N, P, run):
     """Positions in each row of ``partial``, that of a range ``row // N`` and a sample ``row % N``."""
+    size = tl.where(real, tl.minimum(run, P - row // N * run), 0).to(tl.float32)
     if counts is not None:
         size = load(counts + row, real)
-    else:
-        size = tl.where(real, tl.minimum(run, P - row // N * run), 0).to(tl.float32)
     return size
 
 
@@ -254,18 +245,6 @@ def join_inference(
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
-    """The nonlinearity that follows the layer, if any."""
-    if ACTIVATION == "relu":
-        z = tl.where(z < 0, 0.0, z)  # hands on NaN
-    elif ACTIVATION == "silu":
-        z = z * tl.sigmoid(z)
-    elif ACTIVATION == "gelu":
-        z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
-    return z
-
-
-@triton.jit
 def affine_of(statistics, gamma, beta, n, c, N, C, groups):
     """``a`` and ``b`` of a sample's features."""
     batch, width = statistics + 4 + c, tl.cast(N, tl.int64) * groups
@@ -298,7 +277,12 @@ def apply(
         z = a * load(x + sample + at, inside) + b
         if residual is not None:
             z += load(residual + sample + at, inside)
-        z = activate(z, ACTIVATION)
+        if ACTIVATION == "relu":
+            z = tl.where(z < 0, 0.0, z)  # hands on NaN
+        elif ACTIVATION == "silu":
+            z = z * tl.sigmoid(z)
+        elif ACTIVATION == "gelu":
+            z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
         if mask is not None:
             z = tl.where(is_real(mask, tl.cast(n, tl.int64) * P + p, p < P), z, 0.0)
         tl.store(y + sample + at, z.to(y.dtype.element_ty), mask=inside)
@@ -354,7 +338,7 @@ def measure_backward(
         g = tl.where(inside, g, 0.0)
         total += g
         total_dot += g * tl.where(inside, v - mean, 0.0)
-    row = row_of(n, first, run, N, C) + c
+    row = (tl.cast(first // run, tl.int64) * N + n) * C + c
     tl.store(sums + row, tl.sum(total, AXIS, keep_dims=True), mask=c < C)
     tl.store(dots + row, tl.sum(total_dot, AXIS, keep_dims=True), mask=c < C)
 

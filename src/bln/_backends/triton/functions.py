@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from ...config import StatisticsConfig
 from ...formula import Statistics
 from .. import operators
 from . import grouped, published
-from .launch import KINDS, aligned, like, on_its_device, stream_of, typed
+from .launch import KINDS, Shape, aligned, like, on_its_device, stream_of, typed
 
 if TYPE_CHECKING:
     from ...layer import BatchLayerNorm
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
 _plans: dict[Any, Plan | None] = {}
 """One for all calls with such tensors; ``None`` where no kernel reads an input as it lies in memory."""
 _MOST = 4096
-
-
-def _form(spec: Spec) -> ModuleType:
-    return published if spec.groups is None else grouped
 
 
 def _key(
@@ -52,8 +47,9 @@ def _plan(x: Tensor, *rest: Any) -> Plan | None:
         if len(_plans) >= _MOST:
             _plans.clear()
         _, _, mask, channel_dim, spec, _, activation = rest
-        shape = _form(spec).shape_of(x, channel_dim, spec)
-        plan = None if shape is None else _form(spec).Plan(shape, x.element_size(), spec, mask is not None, activation)
+        form = published if spec.groups is None else grouped
+        shape = Shape.of(x, channel_dim) if form is grouped else published.shape_of(x, channel_dim, spec)
+        plan = None if shape is None else form.Plan(shape, x.element_size(), spec, mask is not None, activation)
         if plan is not None:
             plan.channel_dim, plan.device = channel_dim, x.device
         _plans[key] = plan
@@ -128,7 +124,7 @@ class _Train(torch.autograd.Function):
             added = y  # its sign is all that backward asks of the residual, and the next layer holds it anyway
         ctx.save_for_backward(x, gamma, beta, added, *found)
         if kept is not None:
-            kept.append(_form(plan.spec).statistics(x, mask, plan.channel_dim, plan.spec, found))
+            kept.append(plan.statistics(x, mask, plan.channel_dim, plan.spec, found))
         return y
 
     @staticmethod

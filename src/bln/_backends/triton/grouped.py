@@ -5,11 +5,12 @@ What depends on shape, type and options alone is decided once and kept.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import cdiv, next_power_of_2
 
 from ... import formula
 from ..._activation import Activation
@@ -17,7 +18,7 @@ from ..._spec import Spec
 from ...config import StatisticsConfig
 from ...formula import Statistics
 from . import affine, launch
-from .launch import KINDS, Launch, Learning, Shape, Tensors, as_bytes, beyond, cdiv, known, new, power_of_two, ready
+from .launch import KINDS, Launch, Learning, Shape, Tensors, as_bytes, beyond, known, new, ready
 
 FEWEST_POSITIONS = 4
 """With fewer, a pair of coefficients for each sample and feature would be more to move than the input."""
@@ -28,11 +29,6 @@ def usable(x: Tensor, channel_dim: int, residual: Tensor | None = None) -> bool:
     values = x.numel() // x.shape[0]
     fits = FEWEST_POSITIONS * x.shape[channel_dim] <= values < 2**31
     return fits and (residual is None or type(residual) in KINDS)
-
-
-def shape_of(x: Tensor, channel_dim: int, spec: Spec) -> Shape | None:
-    """See an input as the kernels do, if it lies so."""
-    return Shape.of(x, channel_dim)
 
 
 class Row(NamedTuple):
@@ -86,9 +82,7 @@ def tile(shape: Shape, itemsize: int, row: Row) -> Tile:
     Nothing here depends on the number of samples, so that a sample's bits do not, either.
     """
     n, c, p, channels_first, _ = shape
-    all_features, all_positions = power_of_two(known(c)), power_of_two(known(p))
-    contiguous = p if channels_first else c
-    vec = math.gcd(contiguous, 16 // itemsize) if isinstance(contiguous, int) else 1
+    all_features, all_positions = next_power_of_2(known(c)), next_power_of_2(known(p))
     if channels_first:
         features = min(all_features, max(1, row.values // min(all_positions, row.width // itemsize)))
     else:
@@ -97,16 +91,27 @@ def tile(shape: Shape, itemsize: int, row: Row) -> Tile:
     tiles = cdiv(known(p), positions)
     run = cdiv(tiles, cdiv(tiles, max(1, row.run // (features * positions)))) * positions  # the last may be shorter
     splits = cdiv(p, run)
-    constants = {"CHANNELS_FIRST": channels_first, "BC": features, "BP": positions, "VEC": vec, "STAGES": row.stages}
+    constants = {
+        "CHANNELS_FIRST": channels_first, "BC": features, "BP": positions, "VEC": shape.vec(itemsize),
+        "STAGES": row.stages,
+    }  # fmt: skip
     return Tile(constants, n * splits * cdiv(c, features), run, splits)
 
 
 def joining_tile(n: int, c: int, groups: int) -> tuple[dict[str, Any], int]:
     """Tiles of the launches that join, 64 by 32 features and 2048 values of samples and groups, and their programs."""
-    size = min(256, power_of_two(c // groups))
+    size = min(256, next_power_of_2(c // groups))
     rows = max(1, 2048 // size)
     constants = {"BR": 64, "BA": 32, "BQ": rows, "BK": size}
     return constants, cdiv(c, 32) + cdiv(n * groups, rows)
+
+
+def joining(name: str, spec: Spec, n: int, c: int, *sizes: int) -> Launch:
+    """A launch that joins parts."""
+    assert spec.groups is not None
+    constants, programs = joining_tile(n, c, spec.groups)
+    numbers = float(spec.mix_eps), formula.weights(0.0, 0.0, c, spec.dim_scale)[0], float(spec.eps)
+    return Launch(getattr(affine, name), programs, (n, c, *sizes, spec.groups, *numbers), constants)
 
 
 class Over(Launch):
@@ -123,9 +128,7 @@ class Over(Launch):
 class Plan(launch.Plan):
     """The launches of the grouped form, three each way."""
 
-    def __init__(
-        self, shape: Shape, itemsize: int, spec: Spec, masked: bool, activation: Activation | None
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: Shape, itemsize: int, spec: Spec, masked: bool, activation: Activation | None) -> None:
         super().__init__(shape, spec, activation)
         n, c, p, *_ = shape
         assert spec.groups is not None
@@ -135,14 +138,10 @@ class Plan(launch.Plan):
         self.measure_backward = Over("measure_backward", *given, activated)
         self.apply_backward = Over("apply_backward", *given, activated)
 
-        joining, programs = joining_tile(n, c, spec.groups)
-        numbers = float(spec.mix_eps), formula.weights(0.0, 0.0, c, spec.dim_scale)[0], float(spec.eps)
-        sizes = *self.measure.sizes, *numbers
-        self.join = Launch(affine.join, programs, sizes, joining)
-        self.join_updating = Launch(affine.join, programs, sizes, joining)
-        self.join_inference = Launch(affine.join_inference, programs, sizes, joining)
-        sizes = n, c, p, self.measure_backward.splits, self.measure.splits, spec.groups, *numbers
-        self.join_backward = Launch(affine.join_backward, programs, sizes, joining)
+        run, splits = self.measure.sizes[3:5]
+        self.join, self.join_updating = (joining("join", spec, n, c, p, run, splits) for _ in range(2))
+        self.join_inference = joining("join_inference", spec, n, c, p, run, splits)
+        self.join_backward = joining("join_backward", spec, n, c, p, self.measure_backward.splits, splits)
 
         # One piece of memory forward and one backward, where parts of results follow what is made of them.
         self.counts_size = (self.measure.splits, n) if masked else None
@@ -163,14 +162,14 @@ class Plan(launch.Plan):
         at_x, at_real, at_found, at_counts = at(x), at(real), at(found), at(counts)
         at_partial = beyond(at_found, self.partial)
         measure(stream, at_x, at_real, at_found, at_partial, at_counts)
-        population, momentum = _NO_POPULATION if learning is None else learning
-        join(stream, at_found, at_partial, at_counts, *map(at, population), momentum)
+        population = NO_POPULATION if learning is None else (*map(at, learning[0]), learning[1])
+        join(stream, at_found, at_partial, at_counts, *population)
         y = torch.empty_like(x)
         apply(stream, at_x, at(y), at(residual), at_real, at_found, at(gamma), at(beta))
         return y, (found,) if counts is None else (found, counts)
 
     def backward(
-        self, stream: int, dy: Tensor, tensors: Tensors, kept: list[Tensor]
+        self, stream: int, dy: Tensor, tensors: Tensors, kept: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the input, of gamma and beta as two rows, and of a residual before an activation."""
         x, gamma, beta, residual, mask = tensors
@@ -188,6 +187,12 @@ class Plan(launch.Plan):
         apply(stream, at_x, at_dy, at_residual, at_dx, at_d_residual, at_real, at_found, at_gamma, at_beta, at_shares)
         return dx, gradients, d_residual
 
+    @staticmethod
+    def statistics(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: Sequence[Tensor]) -> Statistics:
+        """The mini-batch's own statistics."""
+        features, groups = parts(kept[0][4:], 4, x.shape[0], x.shape[channel_dim], spec.groups)  # type: ignore[arg-type]
+        return Statistics(features[0], features[1], groups[0], groups[1], kept[0][0])
+
     def infer(self, stream: int, tensors: Tensors, population: Any, config: StatisticsConfig) -> Tensor:
         """``y`` by the statistics of a configuration."""
         x, gamma, beta, residual, mask = tensors
@@ -200,18 +205,10 @@ class Plan(launch.Plan):
         return y
 
 
-_NO_POPULATION = [None] * 7, 0.0
+NO_POPULATION: Any = (*[None] * 7, 0.0)
 
 
 def parts(buffer: Tensor, count: int, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """A few values for each feature, and for each sample and group, from a buffer where they stand in this order."""
     features, rest = buffer[: count * c], buffer[count * c : count * (c + n * groups)]
     return features.view(count, c).unbind(), rest.view(count, n, groups).unbind()
-
-
-def statistics(
-    x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: tuple[Tensor, ...]
-) -> Statistics:  # fmt: skip
-    """The mini-batch's own statistics, from what ``Plan.train`` found."""
-    features, groups = parts(kept[0][4:], 4, x.shape[0], x.shape[channel_dim], spec.groups)  # type: ignore[arg-type]
-    return Statistics(features[0], features[1], groups[0], groups[1], kept[0][0])

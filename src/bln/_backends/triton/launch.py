@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import wraps
@@ -45,6 +46,11 @@ class Shape(NamedTuple):
             return cls(n, c, p, True, pooled)
         return cls(n, c, p, False, pooled) if x.movedim(channel_dim, -1).is_contiguous() else None
 
+    def vec(self, itemsize: int) -> int:
+        """Values that a thread can load at a time."""
+        contiguous = self.p if self.channels_first else self.c
+        return math.gcd(contiguous, 16 // itemsize) if isinstance(contiguous, int) else 1
+
     @property
     def rows(self) -> int:
         """Samples at a position, all together."""
@@ -59,11 +65,6 @@ class Shape(NamedTuple):
     def q(self) -> int:
         """Positions with batch statistics of their own."""
         return 1 if self.pooled else self.p
-
-    @property
-    def entries(self) -> int:
-        """Entries that a batch statistic averages, if none is hidden."""
-        return self.rows // self.q
 
 
 class Plan:
@@ -84,16 +85,6 @@ def known(size: Any) -> int:
 def new(x: Tensor, *sizes: int) -> Tensor:
     """Float32 memory on the device of ``x``."""
     return torch.empty(sizes, dtype=torch.float32, device=x.device)
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()
-
-
-def cdiv(a: int, b: int) -> int:
-    """``a / b``, rounded up."""
-    return -(-a // b)
 
 
 class Launch:
@@ -135,11 +126,6 @@ def address(value: Tensor | None) -> int | None:
     return None if value is None else value.data_ptr()
 
 
-def itself(value: Tensor | None) -> Tensor | None:
-    """Return the tensor."""
-    return value
-
-
 def beyond(at: Any, offset: int) -> Any:
     """Return what launches want for the rest of a float32 tensor, given what they want for all of it."""
     return at + 4 * offset if type(at) is int else at[offset:]
@@ -148,7 +134,7 @@ def beyond(at: Any, offset: int) -> Any:
 def ready(*launches: Launch) -> tuple[Callable[..., Any], Sequence[Callable[..., None]]]:
     """Return what launches want in place of tensors, and the fastest way to do them."""
     compiled = [launch.go for launch in launches]
-    return (itself, launches) if None in compiled else (address, compiled)  # type: ignore[return-value]
+    return (lambda value: value, launches) if None in compiled else (address, compiled)  # type: ignore[return-value]
 
 
 def straight(

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ... import formula
 from ..._spec import Spec
 from ...formula import Statistics
 from ..coefficients import broadcast
-from . import affine, published
 from . import population as kernels_of_population
+from . import published
 from .functions import prepared
-from .grouped import Over, joining_tile, parts
-from .launch import INTERPRETED, Shape, like, new, on_its_device, stream_of, typed
+from .grouped import NO_POPULATION, Plan, joining, parts
+from .launch import INTERPRETED, Launch, Shape, like, new, on_its_device, stream_of, typed
 from .primitives import POPULATION
 
 if TYPE_CHECKING:
@@ -33,14 +32,11 @@ def train(
     update: Update,
 ) -> tuple[Tensor, Statistics | None]:  # fmt: skip
     """``y`` and the statistics of the mini-batch; none in the grouped form, which updates the population itself."""
-    numbers = float(spec.eps), float(spec.mix_eps)
+    numbers = float(spec.eps), float(spec.mix_eps), bool(spec.dim_scale)
     if spec.groups is None:
-        y, *found = torch.ops.bln.train(
-            x, gamma, beta, mask, channel_dim, spec.per_position, *numbers, bool(spec.dim_scale)
-        )
-        return y, published.statistics(x, mask, channel_dim, spec, [value.detach() for value in found])
-    scale = formula.weights(0.0, 0.0, x.shape[channel_dim], spec.dim_scale)[0]
-    y, found = _train(x, gamma, beta, channel_dim, spec.groups, *numbers, float(scale))
+        y, *found = torch.ops.bln.train(x, gamma, beta, mask, channel_dim, spec.per_position, *numbers)
+        return y, published.Plan.statistics(x, mask, channel_dim, spec, [value.detach() for value in found])
+    y, found = _train(x, gamma, beta, channel_dim, spec.groups, *numbers)
     if update is not None:
         population, momentum = update
         buffers = [getattr(population, name) for name in POPULATION]
@@ -65,12 +61,11 @@ def _operator(name: str, mutates_args: tuple[str, ...] = ()) -> Any:
     return register
 
 
-def _launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Launch a kernel so that a compiler sees it; the interpreter leaves out tensors without values."""
-    if not INTERPRETED:
-        torch.library.wrap_triton(kernel)[(programs,)](*arguments, **constants, num_warps=num_warps)
-    elif not isinstance(arguments[0], FakeTensor):
-        kernel[(programs,)](*arguments, **constants)
+def _launch(launch: Launch, *pointers: Tensor | None) -> None:
+    """Launch so that a compiler sees it; the interpreter leaves out tensors without values."""
+    kernel = launch.kernel if INTERPRETED else torch.library.wrap_triton(launch.kernel)
+    if not (INTERPRETED and isinstance(pointers[0], FakeTensor)):
+        kernel[(launch.programs,)](*pointers, *launch.numbers, **launch.constants, **launch.options)
 
 
 def _sum(
@@ -86,7 +81,7 @@ def _sum(
 @_operator("bln::train_grouped")
 def _train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, groups: int,
-    eps: float, mix_eps: float, scale: float,
+    eps: float, mix_eps: float, dim_scale: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``y``, and the buffer of statistics that ``affine`` describes."""
     lying = x
@@ -95,24 +90,10 @@ def _train(
         lying = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
         shape = Shape.of(lying, channel_dim)
     assert shape is not None
-    n, c = shape[:2]
-    over = Over("measure", shape, x.element_size(), groups, {})
-    found, partial = new(x, 4 * (c + n * groups) + 4), new(x, 2, over.splits, n, c)
-    _launch(
-        affine.measure,
-        over.programs,
-        lying,
-        None,
-        found,
-        partial,
-        None,
-        *over.numbers,
-        **over.constants,
-        **over.options,
-    )
-    joining, programs = joining_tile(n, c, groups)
-    nothing = (None,) * 7
-    _launch(affine.join, programs, found, partial, None, *nothing, 0.0, *over.sizes, mix_eps, scale, eps, **joining)
+    plan = Plan(shape, x.element_size(), Spec(groups, False, eps, mix_eps, dim_scale), False, None)
+    found, partial = new(x, plan.partial), new(x, plan.statistics_size - plan.partial)
+    _launch(plan.measure, lying, None, found, partial, None)
+    _launch(plan.join, found, partial, None, *NO_POPULATION)
     where = x, channel_dim, groups, gamma
     b = -_sum(found[4:], 4, 3, *where)
     b = b if beta is None else b + broadcast(beta.float(), x, channel_dim)
@@ -147,16 +128,13 @@ def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 @_operator("bln::join_backward")
 def _join_backward(
     sums: Tensor, dots: Tensor, found: Tensor, gamma: Tensor | None, p: int, groups: int,
-    eps: float, mix_eps: float, scale: float,
+    eps: float, mix_eps: float, dim_scale: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What ``dx`` takes besides ``a``, and the gradients of gamma and beta, from sums over positions."""
     n, c = sums.shape
     shares, gradients = new(sums, 2 * (c + n * groups)), new(sums, 2, c)
-    joining, programs = joining_tile(n, c, groups)
-    _launch(
-        affine.join_backward, programs, shares, sums.contiguous(), dots.contiguous(), None, found, gamma, gradients,
-        n, c, p, 1, 1, groups, mix_eps, scale, eps, **joining,
-    )  # fmt: skip
+    join = joining("join_backward", Spec(groups, False, eps, mix_eps, dim_scale), n, c, p, 1, 1)
+    _launch(join, shares, sums.contiguous(), dots.contiguous(), None, found, gamma, gradients)
     return shares, gradients
 
 
@@ -170,8 +148,8 @@ def _update(
 ) -> None:  # fmt: skip
     """Average the population with a mini-batch."""
     population = batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples
-    sizes = n, batch_mean.shape[0], p, feature_mean.shape[0]
-    _launch(kernels_of_population.update_unmasked, 1, found, *population, momentum, *sizes)
+    numbers = momentum, n, batch_mean.shape[0], p, feature_mean.shape[0]
+    _launch(Launch(kernels_of_population.update_unmasked, 1, numbers, {}), found, *population)
 
 
 # ---- the published form

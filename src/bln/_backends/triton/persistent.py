@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .primitives import extents, indices, kernel, load, offsets
-from .two_pass import features_of, parameter, store_weights
+from .two_pass import features_of, parameter
 
 
 @triton.jit
@@ -33,7 +33,6 @@ def forward(
     """Eqs 10-17. What is written besides ``y`` is described in ``two_pass``; ``inverse`` is one over entries."""
     FEATURES: tl.constexpr = 1 if CHANNELS_FIRST else 2
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
-    w_B, w_F, eps = tl.cast(w_B, tl.float32), tl.cast(w_F, tl.float32), tl.cast(eps, tl.float32)
     bad = 0.0
     for block in range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0)):
         n, p, c, at = tile_of(block, N, P, C, CHANNELS_FIRST, BN, BC, BP)
@@ -57,11 +56,12 @@ def forward(
         tl.store(features + p, over_mean, mask=p < P)
         tl.store(features + P + p, over_var, mask=p < P)
         finite = (var_B < float("inf")) & (over_var < float("inf"))  # NaN is not less, either
-        unfit = tl.where((p < P) & (c < C) & (finite == 0), 1.0, 0.0)
-        bad += tl.sum(unfit)
+        bad += tl.sum(tl.where((p < P) & (c < C) & (finite == 0), 1.0, 0.0))
     tl.store(flags + tl.program_id(0), bad)
     if tl.program_id(0) == 0:
-        store_weights(weights, w_B, w_F, inverse)
+        tl.store(weights, w_B)
+        tl.store(weights + 1, w_F)
+        tl.store(weights + 2, inverse)
 
 
 @kernel
@@ -73,7 +73,6 @@ def backward(
     FEATURES: tl.constexpr = 1 if CHANNELS_FIRST else 2
     POSITIONS: tl.constexpr = 3 - FEATURES
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
-    w_B, w_F, eps = tl.cast(w_B, tl.float32), tl.cast(w_F, tl.float32), tl.cast(eps, tl.float32)
     _, _, c, at = tile_of(0, N, P, C, CHANNELS_FIRST, BN, BC, BP)
     gain = parameter(gamma, c, C, 1.0)
     d_gamma = tl.sum(tl.zeros(at.shape, tl.float32), 0, keep_dims=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import cdiv, next_power_of_2
 
 from ... import formula
 from ..._masks import clamp_count, count
@@ -16,7 +16,7 @@ from ...config import StatisticsConfig
 from ...formula import Statistics
 from . import launch, persistent, two_pass
 from . import population as kernels_of_population
-from .launch import Launch, Learning, Shape, Tensors, aligned, as_bytes, cdiv, new, power_of_two
+from .launch import Launch, Learning, Shape, Tensors, aligned, as_bytes, new
 
 if TYPE_CHECKING:
     from ...population import Population
@@ -60,7 +60,7 @@ def shape_of(x: Tensor, channel_dim: int, spec: Spec) -> Shape | None:
     if shape is None or shape.p == 1:
         return shape and shape._replace(channels_first=False, pooled=True)
     least = least_width(shape.p, x.element_size())
-    if shape.channels_first and power_of_two(shape.c) * least > WIDEST_FIRST:
+    if shape.channels_first and next_power_of_2(shape.c) * least > WIDEST_FIRST:
         return None
     if shape.channels_first and shape.pooled and cdiv(shape.p, least) > 8 * PROGRAMS:
         return None  # too many parts to join
@@ -69,22 +69,17 @@ def shape_of(x: Tensor, channel_dim: int, spec: Spec) -> Shape | None:
 
 def least_width(p: int, itemsize: int) -> int:
     """Positions that a tile with channels first has at least: 32 bytes are read at a time, whatever is asked for."""
-    return min(power_of_two(p), 32 // itemsize)
-
-
-def vec_of(shape: Shape, itemsize: int) -> int:
-    """Values that a thread can load at a time."""
-    return math.gcd(shape.p if shape.channels_first else shape.c, 16 // itemsize)
+    return min(int(next_power_of_2(p)), 32 // itemsize)
 
 
 class Sweep(Launch):
     """A launch of a kernel of ``two_pass`` over an input."""
 
     def __init__(self, name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...]) -> None:
-        row, features = TABLE[name], power_of_two(shape.c)
+        row, features = TABLE[name], next_power_of_2(shape.c)
         least = least_width(shape.p, itemsize) if shape.channels_first else 1
         positions = max(least, row.values // features)
-        positions = positions if shape.loose else min(power_of_two(shape.p), positions)
+        positions = positions if shape.loose else min(next_power_of_2(shape.p), positions)
         p = positions if shape.loose else shape.p
         blocks, samples = cdiv(p, positions), cdiv(shape.rows, p)
         self.splits = max(1, min(samples // row.samples, PROGRAMS // blocks))
@@ -92,7 +87,7 @@ class Sweep(Launch):
         read = 2 if "backward" in name or name == "differentiate" else 1
         stages = max(1, min(row.stages, SHARED // (read * features * positions * itemsize)))
         constants = {
-            "CHANNELS_FIRST": shape.channels_first, "BC": features, "BP": positions, "VEC": vec_of(shape, itemsize),
+            "CHANNELS_FIRST": shape.channels_first, "BC": features, "BP": positions, "VEC": shape.vec(itemsize),
             "STAGES": stages, "POOLED": shape.pooled,
         }  # fmt: skip
         warps, numbers = warps_for(features * positions, row), (p, shape.c, shape.rows, *numbers)
@@ -106,9 +101,9 @@ def warps_for(values: int, row: Row) -> int:
 
 def held(name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...], most: int) -> Launch | None:
     """A launch of a kernel of ``persistent``; ``None`` where a tile would be too large, or too few would be busy."""
-    row, features = TABLE[name], power_of_two(shape.c)
+    row, features = TABLE[name], next_power_of_2(shape.c)
     n, p = (shape.rows, 1) if shape.loose else (shape.n, shape.p)
-    samples = power_of_two(n)
+    samples = next_power_of_2(n)
     positions = least_width(p, itemsize) if shape.channels_first else 1
     values = samples * features * positions
     if values > most or (shape.pooled and shape.channels_first):
@@ -120,7 +115,7 @@ def held(name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...], mos
         return None
     constants = {
         "CHANNELS_FIRST": shape.channels_first, "BN": samples, "BC": features, "BP": positions,
-        "VEC": vec_of(shape, itemsize),
+        "VEC": shape.vec(itemsize),
     }  # fmt: skip
     numbers = n, p, shape.c, *numbers
     return Launch(getattr(persistent, name), min(blocks, PROGRAMS), numbers, constants, warps_for(values, row))
@@ -128,7 +123,7 @@ def held(name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...], mos
 
 def joining(kernel: Any, shape: Shape, parts: int, numbers: tuple[float, ...], most: int) -> Launch:
     """A launch that joins the parts of all columns."""
-    rows = min(64, power_of_two(parts))
+    rows = min(64, next_power_of_2(parts))
     constants = {"BS": rows, "BA": 1024 // rows}
     programs = min(most, cdiv(shape.q * shape.c, constants["BA"]))
     return Launch(kernel, programs, (shape.q, shape.c, parts, *numbers), constants)
@@ -140,11 +135,12 @@ class Plan(launch.Plan):
     def __init__(self, shape: Shape, itemsize: int, spec: Spec, masked: bool, _: Any = None) -> None:
         super().__init__(shape, spec)
         q, c, eps, over = shape.q, shape.c, float(spec.eps), (shape, itemsize)
+        entries = shape.rows // q  # of a batch statistic, if none is hidden
         w_B, w_F = (float(w) for w in formula.weights(1 / shape.n, spec.mix_eps, c, spec.dim_scale))
-        self.forward = None if masked else held("forward", *over, (w_B, w_F, eps, 1 / shape.entries), HELD)
+        self.forward = None if masked else held("forward", *over, (w_B, w_F, eps, 1 / entries), HELD)
         self.held_backward = None if masked else held("backward", *over, (w_B, w_F, eps), HELD_BACKWARD)
         self.measure = Sweep("measure", *over, ())
-        numbers = w_B, w_F, 1 / shape.entries
+        numbers = w_B, w_F, 1 / entries
         self.join = joining(two_pass.join, shape, self.measure.parts, numbers, PROGRAMS)
         self.normalize = Sweep("normalize", *over, (eps,))
         self.normalize_chosen = Sweep("normalize", *over, (eps,))
@@ -155,9 +151,9 @@ class Plan(launch.Plan):
         self.join_backward = joining(two_pass.join_backward, shape, self.measure_backward.parts, (eps,), q * c)
         self.differentiate = Sweep("differentiate", *over, (eps,))
         self.programs = self.join.programs if self.forward is None else self.forward.programs
-        features = min(1024, power_of_two(c))
-        positions = min(max(1, 2048 // features), power_of_two(q))
-        sizes, tile = (shape.n, shape.entries, q, c, self.programs), {"BQ": positions, "BC": features, "BF": 1024}
+        features = min(1024, next_power_of_2(c))
+        positions = min(max(1, 2048 // features), next_power_of_2(q))
+        sizes, tile = (shape.n, entries, q, c, self.programs), {"BQ": positions, "BC": features, "BF": 1024}
         self.update = Launch(kernels_of_population.update, cdiv(q, positions), sizes, tile)
 
     def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -165,7 +161,10 @@ class Plan(launch.Plan):
         x, gamma, beta, _, mask = tensors
         q, c, rows = self.shape.q, self.shape.c, new(x, 2, self.shape.rows)
         y, mean, var, features = torch.empty_like(x), new(x, q, c), new(x, q, c), new(x, 2, q)
-        flags, weights = new(x, self.programs), self._weights(x, mask)
+        flags, weights = new(x, self.programs), new(x, 3, 1)  # without a mask a kernel writes them
+        if mask is not None:
+            m, entries = _counts(mask, self.spec)
+            weights = torch.stack([*formula.weights(1 / m, self.spec.mix_eps, c, self.spec.dim_scale), 1 / entries])
         if self.forward is not None:
             self.forward(stream, x, y, gamma, beta, mean, var, rows, features, flags, weights)
         else:
@@ -177,13 +176,6 @@ class Plan(launch.Plan):
             population, momentum = learning
             self.update(stream, mean, var, features, flags, *population, momentum, population[4].numel())
         return y, (mean, var, rows, weights)
-
-    def _weights(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The weights of eq 16 and one over entries, ``[3, W]``; without a mask a kernel writes them."""
-        if mask is None:
-            return new(x, 3, 1)
-        m, entries = _counts(mask, self.spec)
-        return torch.stack([*formula.weights(1 / m, self.spec.mix_eps, self.shape.c, self.spec.dim_scale), 1 / entries])
 
     def parts(self, stream: int, x: Tensor, real: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What ``measure`` finds in each part."""
@@ -210,6 +202,19 @@ class Plan(launch.Plan):
         self.differentiate(stream, x, dy, dx, real, gamma, mean, var, rows, shares, weights, W)
         return dx, shares[2:].sum(1) if q > 1 else shares[2:].squeeze(1), None
 
+    @staticmethod
+    def statistics(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: Sequence[Tensor]) -> Statistics:
+        """The mini-batch's own statistics, features last and in the shapes of the input."""
+        shape = list(x.shape)
+        c = shape.pop(channel_dim)
+        positions = shape[1:] if spec.per_position else []
+        if mask is None:
+            inverse_m = x.new_full((), 1 / x.shape[0], dtype=torch.float32)
+        else:
+            inverse_m = 1 / _counts(mask, spec)[0].view(positions)
+        mean_F, var_F = kept[2].view(2, *shape)
+        return Statistics(kept[0].view(*positions, c), kept[1].view(*positions, c), mean_F, var_F, inverse_m)
+
     def infer(self, stream: int, tensors: Tensors, population: Population, config: StatisticsConfig) -> Tensor:
         """``y`` by the statistics of a configuration."""
         x, gamma, beta, _, mask = tensors
@@ -230,19 +235,6 @@ class Plan(launch.Plan):
         statistics = aligned(mean), aligned(var), population.feature_mean, population.feature_var
         self.normalize_chosen(stream, x, y, real, gamma, beta, *statistics, weights, q, *config.priors[2:])
         return y
-
-
-def statistics(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: Sequence[Tensor]) -> Statistics:
-    """The mini-batch's own statistics, features last and in the shapes of the input, from what ``Plan.train`` found."""
-    shape = list(x.shape)
-    c = shape.pop(channel_dim)
-    positions = shape[1:] if spec.per_position else []
-    if mask is None:
-        inverse_m = x.new_full((), 1 / x.shape[0], dtype=torch.float32)
-    else:
-        inverse_m = 1 / _counts(mask, spec)[0].view(positions)
-    mean_F, var_F = kept[2].view(2, *shape)
-    return Statistics(kept[0].view(*positions, c), kept[1].view(*positions, c), mean_F, var_F, inverse_m)
 
 
 def _counts(mask: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ class _Train(torch.autograd.Function):
         ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, plan: Plan, task: messages.Task
     ) -> tuple[Tensor, formula.MiniBatch]:
         stream, lying = stream_of(plan.device), plan.shape
-        q, c, entries = lying.q, lying.c, lying.entries
+        q, c, entries = lying.q, lying.c, lying.rows // lying.q
         mean, var, rows, features = new(x, q, c), new(x, q, c), new(x, 2, lying.rows), new(x, 2, q)
         partial, sums = plan.parts(stream, x, None, rows)
         plan.join(stream, partial, sums, mean, var, features, new(x, plan.join.programs), new(x, 3, 1))

@@ -34,25 +34,23 @@ def locate(P, C, R, CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.const
 @triton.jit
 def columns_of(p, c, P, C, POOLED: tl.constexpr):
     """Where the columns of a tile stand, and which of them exist."""
-    if POOLED:
-        at, inside = c.to(tl.int64), c < C
-    else:
-        at, inside = p.to(tl.int64) * C + c, (p < P) & (c < C)
+    at, inside = c.to(tl.int64), c < C
+    if not POOLED:
+        at, inside = p.to(tl.int64) * C + c, (p < P) & inside
     return at, inside
 
 
 @triton.jit
-def row_of(n, p, P, R, CHANNELS_FIRST: tl.constexpr):
-    """Rows of a tile of sample ``n``, and which of them exist. With channels first ``P`` bounds all that ``R`` does.
+def rows_of(mask, n, p, P, R, CHANNELS_FIRST: tl.constexpr):
+    """Rows of a tile of sample ``n``, which of them exist, and which of those are not hidden.
 
-    The divisibility of ``R`` is not known, and with it loads along positions would be single values.
+    With channels first ``P`` bounds all that ``R`` does. The divisibility of ``R`` is not known, and with it loads
+    along positions would be single values.
     """
-    row = tl.cast(n, tl.int64) * P + p
-    if CHANNELS_FIRST:
-        exists = p < P
-    else:
-        exists = (p < P) & (row < R)
-    return row, exists
+    row, exists = tl.cast(n, tl.int64) * P + p, p < P
+    if not CHANNELS_FIRST:
+        exists = exists & (row < R)
+    return row, exists, is_real(mask, row, exists)
 
 
 @triton.jit
@@ -121,8 +119,7 @@ def measure(
     sum_mean = tl.zeros(p.shape, tl.float32)
     sum_var = tl.zeros(p.shape, tl.float32)
     for n in tl.range(first, last, num_stages=STAGES):
-        row, exists = row_of(n, p, P, R, CHANNELS_FIRST)
-        real = is_real(mask, row, exists)
+        row, exists, real = rows_of(mask, n, p, P, R, CHANNELS_FIRST)
         v = load(x + tl.cast(n, tl.int64) * C * P + at, real & (c < C))
         row_mean, row_var = features_of(v, c, C, FEATURES)
         tl.store(rows + row, row_mean, mask=exists)
@@ -199,15 +196,9 @@ def join(
     tl.store(flags + tl.program_id(0), bad)
     if weights is not None:
         if tl.program_id(0) == 0:
-            store_weights(weights, w_B, w_F, inverse)
-
-
-@triton.jit
-def store_weights(weights, w_B, w_F, inverse):
-    """Weights that are the same at all positions."""
-    tl.store(weights, w_B)
-    tl.store(weights + 1, w_F)
-    tl.store(weights + 2, inverse)
+            tl.store(weights, w_B)
+            tl.store(weights + 1, w_F)
+            tl.store(weights + 2, inverse)
 
 
 @kernel
@@ -232,7 +223,6 @@ def normalize(
     FEATURES: tl.constexpr = 0 if CHANNELS_FIRST else 1
     P, C, first, last, p, c, at = locate(P, C, R, CHANNELS_FIRST, BC, BP, VEC)
     column, inside = columns_of(p, c, P, C, POOLED)
-    eps = tl.cast(eps, tl.float32)
     mean_B = load(mean + column, inside)
     w_B, w_F = weights_at(weights, p, P, W, POOLED)
     s_B = w_B / tl.sqrt(load(var + column, inside, 1.0) + eps)
@@ -244,8 +234,7 @@ def normalize(
             q = p
         kept_mean, kept_var = load(feature_mean + q, p < P), load(feature_var + q, p < P, 1.0)
     for n in tl.range(first, last, num_stages=STAGES):
-        row, exists = row_of(n, p, P, R, CHANNELS_FIRST)
-        real = is_real(mask, row, exists)
+        _, exists, real = rows_of(mask, n, p, P, R, CHANNELS_FIRST)
         v = load(x + tl.cast(n, tl.int64) * C * P + at, real & (c < C))
         mean_F, var_F = features_of(v, c, C, FEATURES)
         if feature_mean is not None:
@@ -280,14 +269,12 @@ def measure_backward(
     """Sums of ``dy``, ``dy (x - mean_B)`` and ``dy x_F`` of each column, ``[3, S, Q, C]`` in ``partial``."""
     P, C, first, last, p, c, at = locate(P, C, R, CHANNELS_FIRST, BC, BP, VEC)
     column, inside = columns_of(p, c, P, C, POOLED)
-    eps = tl.cast(eps, tl.float32)
     mean_B = load(mean + column, inside)
     total = tl.zeros(at.shape, tl.float32)
     dot_B = tl.zeros(at.shape, tl.float32)
     dot_F = tl.zeros(at.shape, tl.float32)
     for n in tl.range(first, last, num_stages=STAGES):
-        row, exists = row_of(n, p, P, R, CHANNELS_FIRST)
-        real = is_real(mask, row, exists)
+        row, _, real = rows_of(mask, n, p, P, R, CHANNELS_FIRST)
         v = load(x + tl.cast(n, tl.int64) * C * P + at, real & (c < C))
         g = load(dy + tl.cast(n, tl.int64) * C * P + at, real & (c < C))
         r_F = 1 / tl.sqrt(load(rows + R + row, real, 1.0) + eps)
@@ -312,7 +299,7 @@ def join_backward(partial, gamma, var, weights, shares, W, Q, C, S, eps, BS: tl.
     ``shares`` are ``[4, Q, C]``: ``flat`` and ``along``, so that the batch part of ``dx`` is
     ``gamma w_B r_B dy - flat - (x - mean_B) along``; then the gradients.
     """
-    columns, eps = tl.cast(Q, tl.int64) * C, tl.cast(eps, tl.float32)
+    columns = tl.cast(Q, tl.int64) * C
     at = tl.program_id(0).to(tl.int64) * BA + tl.arange(0, BA)[None, :]
     total = tl.zeros([BS, BA], tl.float32)
     dot_B = tl.zeros([BS, BA], tl.float32)
@@ -349,15 +336,13 @@ def differentiate(
     P, C, first, last, p, c, at = locate(P, C, R, CHANNELS_FIRST, BC, BP, VEC)
     column, inside = columns_of(p, c, P, C, POOLED)
     _, _, columns = parts_of(P, C, BP, POOLED)
-    eps = tl.cast(eps, tl.float32)
     mean_B = load(mean + column, inside)
     w_B, w_F = weights_at(weights, p, P, W, POOLED)
     s_B = w_B / tl.sqrt(load(var + column, inside, 1.0) + eps)
     flat, along = load(shares + column, inside), load(shares + columns + column, inside)
     gain = parameter(gamma, c, C, 1.0)
     for n in tl.range(first, last, num_stages=STAGES):
-        row, exists = row_of(n, p, P, R, CHANNELS_FIRST)
-        real = is_real(mask, row, exists)
+        row, exists, real = rows_of(mask, n, p, P, R, CHANNELS_FIRST)
         v = load(x + tl.cast(n, tl.int64) * C * P + at, real & (c < C))
         h = gain * load(dy + tl.cast(n, tl.int64) * C * P + at, real & (c < C))
         r_F = 1 / tl.sqrt(load(rows + R + row, real, 1.0) + eps)

@@ -24,17 +24,20 @@ def check_shapes(
             f"{tuple(shape)} with {name}={channel_dim}. A single sample needs its own dimension: x[None]"
         )
     channel_dim %= rank
-    if features not in (None, shape[channel_dim]):
+    # Sizes are compared one by one: a compiler's open sizes are not found by ``in``.
+    if features is not None and shape[channel_dim] != features:
         raise ValueError(
             f"expected {features} features along dimension {channel_dim}, got {shape[channel_dim]} in an input of "
             f"shape {tuple(shape)}. If features stand elsewhere, pass {name}="
         )
-    if 0 in shape and not (empty and 0 not in shape[1:]):
+    if any(size == 0 for size in (shape[1:] if empty else shape)):
         raise ValueError(f"cannot train on an empty input, got shape {tuple(shape)}; skip empty batches")
     if mask is None:
         return channel_dim
     expected = *shape[:channel_dim], *shape[channel_dim + 1 :]
-    if len(mask) != rank - 1 or any(a != b and None not in (a, b) for a, b in zip(mask, expected, strict=True)):
+    if len(mask) != rank - 1 or any(
+        a is not None and b is not None and a != b for a, b in zip(mask, expected, strict=True)
+    ):
         raise ValueError(
             f"expected a mask of shape {expected}, (N, *positions) of the input {tuple(shape)} with features at "
             f"dimension {channel_dim}; got {tuple(mask)}"

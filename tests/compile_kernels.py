@@ -110,7 +110,8 @@ def published_form(dtype, itemsize):
         (64, 784, 256, True, False, False), (8, 1, 16384, False, False, True), (9, 7, 5, False, True, False),
     ):  # fmt: skip
         view = Shape(n, c, p, channels_first, pooled)
-        if channels_first and triton.next_power_of_2(c) * published.least_width(p, itemsize) > published.WIDEST_FIRST:
+        values = triton.next_power_of_2(c) * published.least_width(view, itemsize)
+        if channels_first and values > published.WIDEST_FIRST:
             continue
         planned = published.Plan(view, itemsize, Spec.of(), masked)
         for name, launch in vars(planned).items():

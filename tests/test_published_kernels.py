@@ -21,7 +21,7 @@ import tolerance
 from bln import formula
 from bln._backends import native, operators
 from bln._backends import triton as kernels
-from bln._backends.triton import functions, published
+from bln._backends.triton import functions, published, table
 from bln._masks import count
 from bln._spec import Spec
 from bln.config import StatisticsConfig
@@ -114,8 +114,8 @@ def how(request, monkeypatch):
     for name, value in HOW[request.param].items():
         monkeypatch.setattr(published, name, value)
     monkeypatch.setattr(functions, "_plans", {})
-    few = {name: row._replace(values=64, each=1, samples=2) for name, row in published.TABLE.items()}
-    monkeypatch.setattr(published, "TABLE", few)
+    few = {name: row._replace(values=64, each=1, samples=2) for name, row in table.PUBLISHED.items()}
+    monkeypatch.setattr(table, "PUBLISHED", few)
 
 
 def test_no_kernel_has_more_arguments_or_lines_than_one_can_read():
@@ -138,9 +138,9 @@ sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**15), round_sizes)
 def test_any_shape_has_a_launch_that_a_gpu_can_make(n, p, c, itemsize, channels_first, pooled, masked):
     channels_first = channels_first and p > 1
     c = min(c, published.WIDEST)
-    if channels_first and published.next_power_of_2(c) * published.least_width(p, itemsize) > published.WIDEST_FIRST:
-        return
     view = published.Shape(n, c, p, channels_first, pooled or p == 1)
+    if channels_first and published.next_power_of_2(c) * published.least_width(view, itemsize) > published.WIDEST_FIRST:
+        return
     plan = published.Plan(view, itemsize, Spec.of(), masked)
     one = published.Plan(view._replace(n=1), itemsize, Spec.of(), masked)
     assert (

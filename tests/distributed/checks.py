@@ -69,10 +69,10 @@ def against_the_oracle(
     With ``only`` that rank alone is masked; with ``shared`` several programs of a kernel share its work.
     """
     if shared:
-        from bln._backends.triton import published
+        from bln._backends.triton import table
 
-        few = {name: row._replace(values=16, each=1, samples=2) for name, row in published.TABLE.items()}
-        with mock.patch.object(published, "TABLE", few):
+        few = {name: row._replace(values=16, each=1, samples=2) for name, row in table.PUBLISHED.items()}
+        with mock.patch.object(table, "PUBLISHED", few):
             against_the_oracle(
                 seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, looking,
                 only, groups=groups,

@@ -39,7 +39,7 @@ def train(layer: BatchLayerNorm, x: Tensor, mask: Tensor | None, channel_dim: in
     tensors = x, layer.weight, layer.bias
     kernels = None if plain else triton_for(x, channel_dim, spec, None, *tensors[1:], population.batch_mean)
     if kernels is not None:
-        y, joined = kernels.ranks.train(*tensors, task)
+        y, joined = kernels.train_over_ranks(*tensors, task)
     else:
         wide = widened(*tensors, population.batch_mean)
         y, joined = _plain(*wide, mask, task) if plain else _Train.apply(*wide, task)  # type: ignore[no-untyped-call]

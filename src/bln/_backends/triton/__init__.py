@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from ..._spec import Spec
-from . import functions, grouped, ops, published, ranks
-from .functions import infer, train, train_layer
+from . import functions, ops, published
+from .functions import infer, train, train_layer, train_over_ranks
 from .launch import KINDS
 
-__all__ = ["functions", "infer", "ops", "ranks", "train", "train_layer", "usable"]
+__all__ = ["functions", "infer", "ops", "train", "train_layer", "train_over_ranks", "usable"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEWEST_POSITIONS = 4
+"""With fewer, a pair of coefficients for each sample and feature would be more to move than the input."""
 
 
 def usable(x: Tensor, channel_dim: int, spec: Spec, residual: Tensor | None, *others: Tensor | None) -> bool:
@@ -24,9 +26,13 @@ def usable(x: Tensor, channel_dim: int, spec: Spec, residual: Tensor | None, *ot
     compiling = torch.compiler.is_compiling()
     if x.dtype not in _TYPES or not (compiling or type(x) in KINDS) or x.numel() == 0:
         return False
-    if spec.groups is None and (x.shape[channel_dim] > published.WIDEST or x.numel() // x.shape[0] >= 2**30):
-        return False
-    if spec.groups is not None and (spec.per_position or not grouped.usable(x, channel_dim, residual)):
+    features, values = x.shape[channel_dim], x.numel() // x.shape[0]  # of a sample
+    if spec.groups is None:
+        fits = features <= published.WIDEST and values < 2**30
+    else:
+        fits = not spec.per_position and FEWEST_POSITIONS * features <= values < 2**31
+        fits = fits and (residual is None or type(residual) in KINDS)
+    if not fits:
         return False
     for other in others:
         if other is None:

@@ -7,11 +7,13 @@ statistics of them, ``apply`` is the map. Backward is three more: ``measure_back
 and features alone. A range of positions of a sample is always handled by one program, in an order that does not depend
 on the number of samples.
 
-``join`` writes one buffer, ``statistics``: ``1/m``, the entries that a batch statistic averages, a counter of programs
-and a gap; then for each feature mean, variance, slope and offset, ``[4, C]``; for each sample and group the same,
-``[4, N * groups]``. With them ``a = gamma * (slope_B + slope_F)`` and ``b = beta - gamma * (offset_B + offset_F)``.
-Backward has such a buffer too, ``shares``: two values for each feature, ``[2, C]``, and two for each sample and group,
-``[2, N * groups]``.
+``measure`` writes ``partial``, ``[2, splits, N, C]``: mean and squares of each range of positions; and with a mask
+``counts``, ``[splits, N]``: real positions. ``join`` writes ``statistics``: ``1/m``, the entries that a batch statistic
+averages, a counter of programs and a gap; then for each feature mean, variance, slope and offset, ``[4, C]``; for each
+sample and group the same, ``[4, N * groups]``. With them ``a = gamma * (slope_B + slope_F)`` and
+``b = beta - gamma * (offset_B + offset_F)``. Backward, ``measure_backward`` writes ``sums`` and ``dots``,
+``[splits, N, C]``, and ``join_backward`` writes ``shares``: two values for each feature, ``[2, C]``, and two for each
+sample and group, ``[2, N * groups]``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .population import update_grouped
+from .population import sections, update_grouped
 from .primitives import absorb, counted, extents, gather, indices, is_real, kernel, load, mixing, offsets, shrink
 
 
@@ -45,20 +47,10 @@ def measure(
     x, mask, statistics, partial, counts, N, C, P, run, splits,
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Mean and squares around it, over a range of the positions of a sample.
+    """Mean and squares around it, over a range of the positions of a sample; ``join``'s counter is set to 0.
 
     Each lane of a tile follows its own positions by Welford's recurrence, and lanes are joined at the end by Chan's
     formula. So nothing cancels, and threads wait for each other once.
-
-    Args:
-        x: The input.
-        mask: Nonzero at real entries, ``[N, P]``; ``None`` where nothing is hidden.
-        statistics: The counter of programs in it is set to 0.
-        partial: Means and squares are written here, ``[2, splits, N, C]``.
-        counts: With a mask, real positions are written here, ``[splits, N]``.
-        N, C, P: Samples, features, positions.
-        run, splits: Positions in a range, and how many ranges there are.
-        STAGES: Tiles under way at a time: a loop without matrix products is pipelined only if it says so.
     """
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
     C, P, n, c, lane, first, last = locate(C, P, run, splits, CHANNELS_FIRST, BC, BP, VEC)
@@ -106,8 +98,7 @@ def part_sizes(counts, row, real, N, P, run):
 def batch_of(partial, counts, c, N, C, P, run, splits, BR: tl.constexpr, BA: tl.constexpr):
     """Eqs 10, 11 of a block of features: mean and variance, ``[BA]``."""
     rows = N * splits
-    mean = tl.zeros([BR, BA], tl.float32)
-    squares = tl.zeros([BR, BA], tl.float32)
+    mean, squares = tl.zeros([BR, BA], tl.float32), tl.zeros([BR, BA], tl.float32)
     count = tl.zeros([BR, 1], tl.float32)
     for start in range(0, rows, BR):
         row = start + tl.arange(0, BR)[:, None]
@@ -125,9 +116,8 @@ def features_of(partial, counts, q, N, C, P, run, splits, groups, BQ: tl.constex
     """Eqs 12, 13 of a block of samples and groups, rows of ``C / groups`` features: mean and variance, ``[BQ]``."""
     K, q = C // groups, q[:, None]
     in_q = q < tl.cast(N, tl.int64) * groups
-    mean = tl.zeros([BQ, BK], tl.float32)
-    squares = tl.zeros([BQ, BK], tl.float32)
-    count = tl.zeros([BQ, BK], tl.float32)
+    zero = tl.zeros([BQ, BK], tl.float32)
+    count, mean, squares = zero, zero, zero
     for split in range(splits):
         size = part_sizes(counts, split * N + q // groups, in_q, N, P, run)
         for start in range(0, K, BK):
@@ -175,15 +165,9 @@ def join(
 
     The first programs have a block of features each, the others one of samples and groups. The last to finish updates
     the population, if there is one.
-
-    Args:
-        statistics: Written, as the module says.
-        partial, counts: What ``measure`` wrote.
-        batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples: The population, or nothing.
-        momentum: The least weight of new values in the population; negative to weight them by samples.
-        mix_eps, scale, eps: As in the formula.
     """
     program, blocks = tl.program_id(0), tl.cdiv(C, BA)
+    batch, features, width = sections(statistics, N, C, groups)
     m, entries = samples_of(counts, N, P, splits, BR)
     inverse = 1 / tl.maximum(m, 1.0)
     w_B, w_F = mixing(inverse, mix_eps, scale)
@@ -191,14 +175,14 @@ def join(
     if program < blocks:
         c = program * BA + tl.arange(0, BA)
         mean_B, var_B = batch_of(partial, counts, c, N, C, P, run, splits, BR, BA)
-        store_statistics(statistics + 4, c, C, mean_B, var_B, w_B, eps)
+        store_statistics(batch, c, C, mean_B, var_B, w_B, eps)
         if program == 0:
             tl.store(statistics, inverse)
             tl.store(statistics + 1, tl.maximum(entries, 1.0))
     else:
         q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
         mean_F, var_F = features_of(partial, counts, q, N, C, P, run, splits, groups, BQ, BK)
-        store_statistics(statistics + 4 + 4 * C, q, tl.cast(N, tl.int64) * groups, mean_F, var_F, w_F, eps)
+        store_statistics(features, q, width, mean_F, var_F, w_F, eps)
     if batch_mean is not None:
         tl.debug_barrier()  # all threads have stored before one says so
         done = tl.atomic_add(statistics + 2, 1.0)
@@ -213,16 +197,10 @@ def join_inference(
     E_B, Std_B, E_F, Std_F, N, C, P, run, splits, groups, mix_eps, scale, eps,
     BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of inference (eqs 18-21).
-
-    Args:
-        statistics: Written, as the module says. What ``measure`` wrote follows, unless all is the population's.
-        counts: What ``measure`` wrote.
-        batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates: The population.
-        E_B, Std_B, E_F, Std_F: The configuration's prior strengths.
-    """
-    program, blocks, width = tl.program_id(0), tl.cdiv(C, BA), tl.cast(N, tl.int64) * groups
-    partial = statistics + 4 + 4 * C + 4 * width
+    """Statistics of inference (eqs 18-21); behind ``statistics`` lies ``partial``, unless all is the population's."""
+    program, blocks = tl.program_id(0), tl.cdiv(C, BA)
+    batch, features, width = sections(statistics, N, C, groups)
+    partial = features + 4 * width
     m, _ = samples_of(counts, N, P, splits, BR)
     inverse = tl.where(tl.load(updates + 4) > 0, tl.load(inverse_m), 1 / tl.maximum(m, 1.0))
     w_B, w_F = mixing(inverse, mix_eps, scale)
@@ -233,7 +211,7 @@ def join_inference(
         if tl.minimum(E_B, Std_B) < float("inf"):
             own_mean, own_var = batch_of(partial, counts, c, N, C, P, run, splits, BR, BA)
             mean_B, var_B = shrink(E_B, Std_B, mean_B, var_B, own_mean, own_var, tl.maximum(m, 1.0))  # eqs 18, 19
-        store_statistics(statistics + 4, c, C, mean_B, var_B, w_B, eps)
+        store_statistics(batch, c, C, mean_B, var_B, w_B, eps)
     else:
         q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
         mean_F = load(feature_mean + q % groups, q < width)
@@ -241,16 +219,16 @@ def join_inference(
         if tl.minimum(E_F, Std_F) < float("inf"):
             own_mean, own_var = features_of(partial, counts, q, N, C, P, run, splits, groups, BQ, BK)
             mean_F, var_F = shrink(E_F, Std_F, mean_F, var_F, own_mean, own_var, 1.0)  # eqs 20, 21
-        store_statistics(statistics + 4 + 4 * C, q, width, mean_F, var_F, w_F, eps)
+        store_statistics(features, q, width, mean_F, var_F, w_F, eps)
 
 
 @triton.jit
 def affine_of(statistics, gamma, beta, n, c, N, C, groups):
     """``a`` and ``b`` of a sample's features."""
-    batch, width = statistics + 4 + c, tl.cast(N, tl.int64) * groups
-    feature = statistics + 4 + 4 * C + tl.cast(n, tl.int64) * groups + c // (C // groups)
-    a = load(batch + 2 * C, c < C) + load(feature + 2 * width, c < C)
-    b = -(load(batch + 3 * C, c < C) + load(feature + 3 * width, c < C))
+    batch, features, width = sections(statistics, N, C, groups)
+    slope_B, slope_F = batch + 2 * C + c, features + 2 * width + tl.cast(n, tl.int64) * groups + c // (C // groups)
+    a = load(slope_B, c < C) + load(slope_F, c < C)
+    b = -(load(slope_B + C, c < C) + load(slope_F + width, c < C))
     if gamma is not None:
         gain = load(gamma + c, c < C)
         a, b = gain * a, gain * b
@@ -293,10 +271,7 @@ def apply(
 
 @triton.jit
 def incoming(x, dy, residual, sample, at, inside, a, b, ACTIVATION: tl.constexpr):
-    """``x`` and the gradient before the nonlinearity.
-
-    With ReLU, the output stands in place of the residual.
-    """
+    """``x`` and the gradient before the nonlinearity; with ReLU, the output stands in place of the residual."""
     v = load(x + sample + at, inside)
     g = load(dy + sample + at, inside)
     if ACTIVATION is not None:
@@ -320,7 +295,7 @@ def measure_backward(
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of ``dy`` and of ``dy (x - mean_B)`` over a range of positions, ``[splits, N, C]`` each."""
+    """Sums of ``dy`` and of ``dy (x - mean_B)`` over a range of the positions of a sample."""
     AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
     C, P, n, c, lane, first, last = locate(C, P, run, splits, CHANNELS_FIRST, BC, BP, VEC)
     sample = tl.cast(n, tl.int64) * C * P
@@ -348,28 +323,21 @@ def join_backward(
     shares, sums, dots, counts, statistics, gamma, gradients, N, C, P, splits, count_splits, groups,
     mix_eps, scale, eps, BR: tl.constexpr, BA: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The chain rule through ``join``.
+    """The chain rule through ``join``: ``shares``, and the gradients of gamma and beta, ``[2, C]``.
 
-    Programs divide the work as there. ``c1 = -(p1 + q1)`` and ``c0 = p0 + q0`` make ``dx = a dy + c1 x + c0``.
-
-    Args:
-        shares: ``p1`` and ``p0`` of each feature, then ``q1`` and ``q0`` of each sample and group, are written here.
-        sums, dots: What ``measure_backward`` found.
-        counts, statistics, gamma: As in ``join`` and ``apply``.
-        gradients: Those of gamma and beta, ``[2, C]``, are written here.
-        splits, count_splits: How many ranges of positions ``sums`` and ``counts`` have.
+    Programs divide the work as there. ``p1``, ``p0`` of each feature and ``q1``, ``q0`` of each sample and group make
+    ``c1 = -(p1 + q1)`` and ``c0 = p0 + q0`` of ``dx = a dy + c1 x + c0``. ``counts`` have ``count_splits`` ranges.
     """
-    program, blocks, K, width = tl.program_id(0), tl.cdiv(C, BA), C // groups, tl.cast(N, tl.int64) * groups
-    batch, features = statistics + 4, statistics + 4 + 4 * C
+    program, blocks, K = tl.program_id(0), tl.cdiv(C, BA), C // groups
+    batch, features, width = sections(statistics, N, C, groups)
     inverse, entries = tl.load(statistics), tl.load(statistics + 1)
     w_B, w_F = mixing(inverse, mix_eps, scale)
     eps = tl.cast(eps, tl.float32)
     if program < blocks:  # p1, p0 and gradients of gamma and beta, of a block of features
         c = program * BA + tl.arange(0, BA)
         mean_B = load(batch + c, c < C)
-        total = tl.zeros([BR, BA], tl.float32)
-        total_B = tl.zeros([BR, BA], tl.float32)
-        total_F = tl.zeros([BR, BA], tl.float32)
+        zero = tl.zeros([BR, BA], tl.float32)
+        total, total_B, total_F = zero, zero, zero
         for start in range(0, N * splits, BR):
             row = start + tl.arange(0, BR)[:, None]
             inside = (row < N * splits) & (c < C)[None, :]
@@ -397,8 +365,7 @@ def join_backward(
         q = (program - blocks).to(tl.int64) * BQ + tl.arange(0, BQ)
         mean_F = load(features + q, q < width)
         r_F = 1 / tl.sqrt(load(features + width + q, q < width, 1.0) + eps)
-        total = tl.zeros([BQ, BK], tl.float32)
-        total_F = tl.zeros([BQ, BK], tl.float32)
+        total, total_F = tl.zeros([BQ, BK], tl.float32), tl.zeros([BQ, BK], tl.float32)
         for split in range(splits):
             for start in range(0, K, BK):
                 k = start + tl.arange(0, BK)[None, :]

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ... import formula
 from ..._activation import Activation, finish
 from ..._autograd import differentiate, recomputing
+from ..._distributed import messages
 from ..._masks import hide, positions_of
 from ..._spec import Spec
 from ...config import StatisticsConfig
 from ...formula import Statistics
 from .. import operators
 from . import grouped, published
-from .launch import KINDS, Shape, aligned, like, on_its_device, stream_of, typed
+from .launch import KINDS, Shape, aligned, like, new, on_its_device, stream_of, typed
 
 if TYPE_CHECKING:
     from ...layer import BatchLayerNorm
@@ -49,8 +52,8 @@ def _plan(x: Tensor, *rest: Any) -> Plan | None:
         _, _, mask, channel_dim, spec, _, activation = rest
         form = published if spec.groups is None else grouped
         shape = Shape.of(x, channel_dim) if form is grouped else published.shape_of(x, channel_dim, spec)
-        plan = None if shape is None else form.Plan(shape, x.element_size(), spec, mask is not None, activation)
-        if plan is not None:
+        if shape is not None:
+            plan = form.Plan(shape, x.element_size(), spec, mask is not None, activation)
             plan.channel_dim, plan.device = channel_dim, x.device
         _plans[key] = plan
     return plan
@@ -182,6 +185,76 @@ def train_layer(layer: BatchLayerNorm, x: Tensor, residual: Tensor | None = None
     return y
 
 
+# ---- the published form over several ranks; small tensors are joined by operators
+
+
+@on_its_device
+def train_over_ranks(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, task: messages.Task
+) -> tuple[Tensor, formula.MiniBatch]:
+    """Algorithm 1 of the samples of all ranks: this rank's ``y``, and what all ranks together say of the mini-batch."""
+    seen, _, plan = prepared(x, gamma, beta, None, task.channel_dim, task.spec)
+    y, joined = _TrainOverRanks.apply(seen, gamma, beta, plan, task)  # type: ignore[no-untyped-call]
+    return (y.contiguous() if seen is not x and x.is_contiguous() else y), joined
+
+
+class _TrainOverRanks(torch.autograd.Function):
+    """Keeps the input and small statistics for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, plan: published.Plan, task: messages.Task
+    ) -> tuple[Tensor, formula.MiniBatch]:
+        stream, lying = stream_of(plan.device), plan.shape
+        q, c, entries = lying.q, lying.c, lying.rows // lying.q
+        mean, var, rows, features, *_ = plan.measured(stream, x, None)
+
+        shape = [size for at, size in enumerate(x.shape) if at != task.channel_dim]
+        here = shape[1:] if task.spec.per_position else []
+        mean_F, var_F = (entries * features).view(2, *here)
+        own_mean, squares = (messages.fit(value.view(*here, c), task.positions) for value in (mean, entries * var))
+        sums_here = messages.sums_of(mean_F, var_F, entries, lying.n, task)
+        joined_mean, joined_var, total = messages.join(own_mean, squares, sums_here, task)
+        joined = messages.conclude(joined_mean, joined_var, total, task)
+
+        w_B, w_F = formula.weights(joined.statistics.inverse_m, task.spec.mix_eps, c, task.spec.dim_scale)
+        behind = 1 / total.entries.clamp(min=1)
+        weights = torch.stack([value.expand(behind.shape).reshape(-1)[:q] for value in (w_B, w_F, behind)])
+        mean, var = (value.reshape(-1, c)[:q].contiguous() for value in (joined_mean, joined_var))
+        y = torch.empty_like(x)
+        plan.normalize(stream, x, y, None, gamma, beta, mean, var, None, None, weights, q, 0.0, 0.0)
+        ctx.plan, ctx.task = plan, task
+        ctx.save_for_backward(x, gamma, beta, mean, var, rows, weights)
+        return y, joined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        plan, task = ctx.plan, ctx.task
+        x, gamma, beta, mean, var, rows, weights = ctx.saved_tensors
+        stream, q, c = stream_of(plan.device), plan.shape.q, plan.shape.c
+        dy = like(dy, x)
+        partial = new(x, 3, plan.measure_backward.parts, q, c)
+        plan.measure_backward(stream, x, dy, None, mean, rows, partial)
+        total, dot_B, dot_F = partial.sum(1)
+        w_B, w_F, behind = weights[..., None].unbind()
+        r_B = (var + task.spec.eps).rsqrt()
+        d_gamma = typed((w_B * r_B * dot_B + w_F * dot_F).sum(0), gamma)
+        d_beta = typed(total.sum(0), beta)
+        if not ctx.needs_input_grad[0]:
+            return None, d_gamma, d_beta, None, None
+        scale = w_B * r_B if gamma is None else gamma.float() * (w_B * r_B)
+        message = (torch.stack([total, r_B * (r_B * dot_B)], -2) * scale.unsqueeze(-2)).view(q, 2, c)
+        message = messages.add_up(messages.fit(message, (task.known,)), task).view(-1, 2, c)[:q]
+        shares = (message * behind.unsqueeze(-1)).transpose(0, 1).contiguous()
+        dx = torch.empty_like(x)
+        plan.differentiate(stream, x, dy, dx, None, gamma, mean, var, rows, shares, weights, q)
+        return dx, d_gamma, d_beta, None, None
+
+
+# ---- inference
+
+
 @on_its_device
 def infer(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
@@ -218,9 +291,6 @@ def _plain(
 ) -> Tensor:  # fmt: skip
     """The same in operators, in float32; inference where a population is given."""
     scale, shift = (None if parameter is None else parameter.float() for parameter in (gamma, beta))
-    tensors = x.float(), scale, shift, mask, plan.channel_dim, plan.spec
-    if population is None or config is None:
-        y, _ = operators.train(*tensors)
-    else:
-        y, _ = operators.normalize(*tensors, population.at_positions_of(x, mask, *tensors[4:]), config)
+    known = None if population is None else population.at_positions_of(x, mask, plan.channel_dim, plan.spec)
+    y, _ = operators.normalize(x.float(), scale, shift, mask, plan.channel_dim, plan.spec, known, config)
     return finish(y, residual, mask, plan.channel_dim, activation)

@@ -1,4 +1,4 @@
-"""The grouped form with pooled batch statistics on a GPU: its launch table, and the plan of its launches.
+"""The grouped form with pooled batch statistics on a GPU: the plan of its launches.
 
 What depends on shape, type and options alone is decided once and kept.
 """
@@ -6,7 +6,7 @@ What depends on shape, type and options alone is decided once and kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,93 +17,45 @@ from ..._activation import Activation
 from ..._spec import Spec
 from ...config import StatisticsConfig
 from ...formula import Statistics
-from . import affine, launch
-from .launch import KINDS, Launch, Learning, Shape, Tensors, as_bytes, beyond, known, new, ready
-
-FEWEST_POSITIONS = 4
-"""With fewer, a pair of coefficients for each sample and feature would be more to move than the input."""
+from . import affine, launch, table
+from .launch import Launch, Learning, Shape, Tensors, as_bytes, beyond, known, new, ready
 
 
-def usable(x: Tensor, channel_dim: int, residual: Tensor | None = None) -> bool:
-    """Whether the kernels are for inputs of this shape, and such a residual."""
-    values = x.numel() // x.shape[0]
-    fits = FEWEST_POSITIONS * x.shape[channel_dim] <= values < 2**31
-    return fits and (residual is None or type(residual) in KINDS)
-
-
-class Row(NamedTuple):
-    """A row of the launch table: the tile and the options of a launch over an input."""
-
-    values: int
-    """In a tile."""
-    width: int
-    """Of a tile along the contiguous axis, in bytes, unless the axis is shorter."""
-    warps: int
-    stages: int
-    """Tiles under way at a time."""
-    run: int
-    """Values that a program handles: whole tiles, as many as there are positions for."""
-
-
-TABLE = {
-    # kernel, channels first, fewer than SHORT positions: as benchmarks/tune.py prints it on an H200
-    ("measure", False, False): Row(2048, 128, 4, 3, 65536),
-    ("measure", False, True): Row(4096, 128, 4, 1, 65536),
-    ("measure", True, False): Row(4096, 256, 4, 1, 65536),
-    ("measure", True, True): Row(2048, 256, 4, 1, 65536),
-    ("apply", False, False): Row(8192, 256, 8, 3, 16384),
-    ("apply", False, True): Row(4096, 256, 4, 3, 16384),
-    ("apply", True, False): Row(8192, 512, 4, 3, 16384),
-    ("apply", True, True): Row(2048, 256, 4, 3, 65536),
-    ("measure_backward", False, False): Row(2048, 128, 4, 3, 65536),
-    ("measure_backward", False, True): Row(2048, 256, 4, 3, 16384),
-    ("measure_backward", True, False): Row(4096, 256, 4, 3, 16384),
-    ("measure_backward", True, True): Row(1024, 256, 4, 3, 16384),
-    ("apply_backward", False, False): Row(8192, 256, 8, 3, 16384),
-    ("apply_backward", False, True): Row(4096, 256, 4, 3, 16384),
-    ("apply_backward", True, False): Row(8192, 512, 8, 3, 16384),
-    ("apply_backward", True, True): Row(1024, 256, 4, 3, 65536),
-}
-SHORT = 256
-
-
-class Tile(NamedTuple):
-    """The tile of a launch over an input, and how positions are divided."""
-
-    constants: dict[str, Any]
-    programs: int
-    run: int
-    splits: int
-
-
-def tile(shape: Shape, itemsize: int, row: Row) -> Tile:
-    """Fit a row of the launch table to an input.
+def tile(shape: Shape, itemsize: int, row: table.Grouped) -> tuple[int, int, int]:
+    """Features and positions of a tile, and positions that a program handles, for an input and a row of the table.
 
     Nothing here depends on the number of samples, so that a sample's bits do not, either.
     """
-    n, c, p, channels_first, _ = shape
-    all_features, all_positions = next_power_of_2(known(c)), next_power_of_2(known(p))
-    if channels_first:
+    all_features, all_positions = next_power_of_2(known(shape.c)), next_power_of_2(known(shape.p))
+    if shape.channels_first:
         features = min(all_features, max(1, row.values // min(all_positions, row.width // itemsize)))
     else:
         features = min(all_features, row.width // itemsize)
     positions = min(all_positions, max(1, row.values // features))
-    tiles = cdiv(known(p), positions)
+    tiles = cdiv(known(shape.p), positions)
     run = cdiv(tiles, cdiv(tiles, max(1, row.run // (features * positions)))) * positions  # the last may be shorter
-    splits = cdiv(p, run)
-    constants = {
-        "CHANNELS_FIRST": channels_first, "BC": features, "BP": positions, "VEC": shape.vec(itemsize),
-        "STAGES": row.stages,
-    }  # fmt: skip
-    return Tile(constants, n * splits * cdiv(c, features), run, splits)
+    return features, positions, run
+
+
+class Over(Launch):
+    """A launch over an input."""
+
+    def __init__(self, name: str, shape: Shape, itemsize: int, groups: int, **constants: Any) -> None:
+        row = table.GROUPED[name, shape.channels_first, known(shape.p) < table.SHORT]
+        features, positions, run = tile(shape, itemsize, row)
+        n, c, p, *_ = shape
+        self.splits = cdiv(p, run)
+        self.sizes = n, c, p, run, self.splits, groups
+        constants = {**shape.tile(features, positions, itemsize), "STAGES": row.stages, **constants}
+        numbers = self.sizes[:-1] if name == "measure" else self.sizes
+        super().__init__(getattr(affine, name), n * self.splits * cdiv(c, features), numbers, constants, row.warps)
 
 
 def joining_tile(n: int, c: int, groups: int) -> tuple[dict[str, Any], int]:
     """Tiles of the launches that join, 64 by 32 features and 2048 values of samples and groups, and their programs."""
     size = min(256, next_power_of_2(c // groups))
     rows = max(1, 2048 // size)
-    constants = {"BR": 64, "BA": 32, "BQ": rows, "BK": size}
-    return constants, cdiv(c, 32) + cdiv(n * groups, rows)
+    return {"BR": 64, "BA": 32, "BQ": rows, "BK": size}, cdiv(c, 32) + cdiv(n * groups, rows)
 
 
 def joining(name: str, spec: Spec, n: int, c: int, *sizes: int) -> Launch:
@@ -114,17 +66,6 @@ def joining(name: str, spec: Spec, n: int, c: int, *sizes: int) -> Launch:
     return Launch(getattr(affine, name), programs, (n, c, *sizes, spec.groups, *numbers), constants)
 
 
-class Over(Launch):
-    """A launch over an input."""
-
-    def __init__(self, name: str, shape: Shape, itemsize: int, groups: int, constants: dict[str, Any]) -> None:
-        row = TABLE[name, shape.channels_first, known(shape.p) < SHORT]
-        over = tile(shape, itemsize, row)
-        self.splits, self.sizes = over.splits, (*shape[:3], over.run, over.splits, groups)
-        numbers = self.sizes[:-1] if name == "measure" else self.sizes
-        super().__init__(getattr(affine, name), over.programs, numbers, {**over.constants, **constants}, row.warps)
-
-
 class Plan(launch.Plan):
     """The launches of the grouped form, three each way."""
 
@@ -132,11 +73,11 @@ class Plan(launch.Plan):
         super().__init__(shape, spec, activation)
         n, c, p, *_ = shape
         assert spec.groups is not None
-        given, activated = (shape, itemsize, spec.groups), {"ACTIVATION": activation}
-        self.measure = Over("measure", *given, {})
-        self.apply = Over("apply", *given, activated)
-        self.measure_backward = Over("measure_backward", *given, activated)
-        self.apply_backward = Over("apply_backward", *given, activated)
+        given = shape, itemsize, spec.groups
+        self.measure = Over("measure", *given)
+        self.apply = Over("apply", *given, ACTIVATION=activation)
+        self.measure_backward = Over("measure_backward", *given, ACTIVATION=activation)
+        self.apply_backward = Over("apply_backward", *given, ACTIVATION=activation)
 
         run, splits = self.measure.sizes[3:5]
         self.join, self.join_updating = (joining("join", spec, n, c, p, run, splits) for _ in range(2))
@@ -144,15 +85,15 @@ class Plan(launch.Plan):
         self.join_backward = joining("join_backward", spec, n, c, p, self.measure_backward.splits, splits)
 
         # One piece of memory forward and one backward, where parts of results follow what is made of them.
-        self.counts_size = (self.measure.splits, n) if masked else None
+        self.counts_size = (splits, n) if masked else None
         self.partial = 4 + 4 * (c + n * spec.groups)
-        self.statistics_size = self.partial + 2 * self.measure.splits * n * c
+        self.statistics_size = self.partial + 2 * splits * n * c
         size = 4 * cdiv(self.measure_backward.splits * n * c, 4)  # kernels are compiled for 16 bytes
         self.sums = 4 * cdiv(c + n * spec.groups, 2)
         self.dots = self.sums + size
         self.shares_size = self.dots + size
 
-    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """``y``, and what backward needs besides the input."""
         x, gamma, beta, residual, mask = tensors
         at, launches = ready(self.measure, self.join if learning is None else self.join_updating, self.apply)
@@ -166,14 +107,14 @@ class Plan(launch.Plan):
         join(stream, at_found, at_partial, at_counts, *population)
         y = torch.empty_like(x)
         apply(stream, at_x, at(y), at(residual), at_real, at_found, at(gamma), at(beta))
-        return y, (found,) if counts is None else (found, counts)
+        return y, (found, counts)
 
     def backward(
-        self, stream: int, dy: Tensor, tensors: Tensors, kept: Sequence[Tensor]
+        self, stream: int, dy: Tensor, tensors: Tensors, kept: Sequence[Any]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the input, of gamma and beta as two rows, and of a residual before an activation."""
         x, gamma, beta, residual, mask = tensors
-        found, counts, real = kept[0], kept[1] if len(kept) > 1 else None, as_bytes(mask)
+        (found, counts), real = kept, as_bytes(mask)
         at, (measure, join, apply) = ready(self.measure_backward, self.join_backward, self.apply_backward)
         shares, gradients = new(x, self.shares_size), new(x, 2, self.shape.c)
         at_x, at_dy, at_residual, at_real, at_found = at(x), at(dy), at(residual), at(real), at(found)

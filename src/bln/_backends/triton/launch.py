@@ -39,21 +39,20 @@ class Shape(NamedTuple):
     def of(cls, x: Tensor, channel_dim: int, pooled: bool = True) -> Shape | None:
         """See an input so, if it lies so."""
         n, c = x.shape[0], x.shape[channel_dim]
-        p = x.numel() // (n * c)
-        if channel_dim == x.dim() - 1:
-            return cls(n, c, p, False, pooled) if x.is_contiguous() else None
-        if channel_dim == 1 and x.is_contiguous():
-            return cls(n, c, p, True, pooled)
-        return cls(n, c, p, False, pooled) if x.movedim(channel_dim, -1).is_contiguous() else None
+        channels_first = channel_dim == 1 and x.dim() > 2 and x.is_contiguous()
+        if channels_first or x.movedim(channel_dim, -1).is_contiguous():
+            return cls(n, c, x.numel() // (n * c), channels_first, pooled)
+        return None
 
-    def vec(self, itemsize: int) -> int:
-        """Values that a thread can load at a time."""
+    def tile(self, features: int, positions: int, itemsize: int) -> dict[str, Any]:
+        """Constants of a kernel with such tiles; a thread can load ``VEC`` values at a time."""
         contiguous = self.p if self.channels_first else self.c
-        return math.gcd(contiguous, 16 // itemsize) if isinstance(contiguous, int) else 1
+        vec = math.gcd(contiguous, 16 // itemsize) if isinstance(contiguous, int) else 1
+        return {"CHANNELS_FIRST": self.channels_first, "BC": features, "BP": positions, "VEC": vec}
 
     @property
     def rows(self) -> int:
-        """Samples at a position, all together."""
+        """Samples at all positions together."""
         return self.n * self.p
 
     @property
@@ -88,17 +87,10 @@ def new(x: Tensor, *sizes: int) -> Tensor:
 
 
 class Launch:
-    """A kernel with its grid, numbers and constants, compiled by its first call.
+    """A kernel with its grid, and the ``numbers`` and ``constants`` that follow its pointers, in its order.
 
-    After that it is launched without Triton's binding of arguments. All calls must agree in whatever Triton compiles
-    for: which pointers are ``None``, the types and the alignment of the others.
-
-    Args:
-        kernel: The kernel: pointers first, then what is decided here.
-        programs: How many programs to launch.
-        numbers: The arguments after pointers.
-        constants: The constants after those, in the order of the kernel.
-        num_warps: Warps in a program.
+    It is compiled by its first call, and after that launched without Triton's binding of arguments. So all calls must
+    agree in whatever Triton compiles for: which pointers are ``None``, the types and the alignment of the others.
     """
 
     def __init__(

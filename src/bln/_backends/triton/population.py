@@ -47,16 +47,9 @@ def update(
     mean, var, features, flags, batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples,
     momentum, known, m, entries, Q, C, programs, BQ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Average the first ``Q`` of the ``known`` positions with a mini-batch, if all of its variances are finite.
+    """Average the first ``Q`` of the ``known`` positions with a mini-batch of the published form, ``two_pass.join``'s.
 
-    Args:
-        mean, var, features: The mini-batch of the published form, as ``two_pass.join`` writes it.
-        flags: Variances that are not finite, counted by each of ``programs``.
-        batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples: The population.
-        momentum: The least weight of the new values; negative to weight them by samples.
-        known: Positions of the population.
-        m, entries: Samples, and entries that a batch statistic averages.
-        Q, C: Positions of the mini-batch, and features.
+    Unless some of its variances are not finite: each of ``programs`` has counted them in ``flags``.
     """
     population = batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples
     m, entries = tl.cast(m, tl.float32), tl.cast(entries, tl.float32)
@@ -84,6 +77,12 @@ def update(
 
 
 @triton.jit
+def sections(statistics, N, C, groups):
+    """The grouped form's statistics of features and of samples and groups, and how many of the latter there are."""
+    return statistics + 4, statistics + 4 + 4 * C, tl.cast(N, tl.int64) * groups
+
+
+@triton.jit
 def over_samples(features, counts, g, N, groups, splits):
     """Feature statistics of some groups, summed over the samples that have any real entry."""
     g = g[None, :]
@@ -101,8 +100,7 @@ def over_samples(features, counts, g, N, groups, splits):
 def update_grouped(statistics, counts, population, N, C, splits, groups, m, entries, momentum):
     """Average with a mini-batch of the grouped form, ``affine.join``'s, unless its statistics are not finite."""
     lane, few = tl.arange(0, 1024), tl.arange(0, 32)
-    batch, features = statistics + 4, statistics + 4 + 4 * C
-    width = tl.cast(N, tl.int64) * groups
+    batch, features, width = sections(statistics, N, C, groups)
     bad = 0.0
     for start in range(0, C, 1024):
         var = tl.load(batch + C + start + lane, mask=start + lane < C, other=0.0, cache_modifier=".cg")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..._masks import clamp_count, count
 from ..._spec import Spec
 from ...config import StatisticsConfig
 from ...formula import Statistics
-from . import launch, persistent, two_pass
+from . import launch, persistent, table, two_pass
 from . import population as kernels_of_population
 from .launch import Launch, Learning, Shape, Tensors, aligned, as_bytes, new
 
@@ -31,80 +31,50 @@ SHARED = 98304
 """Bytes of shared memory for tiles that are loaded ahead."""
 
 
-class Row(NamedTuple):
-    """A row of the launch table."""
-
-    values: int
-    """In a tile, if there are so few features."""
-    each: int
-    """Values for a thread."""
-    stages: int
-    """Tiles under way at a time."""
-    samples: int
-    """A program handles at least so many samples."""
-
-
-TABLE = {
-    "measure": Row(4096, 16, 3, 8),
-    "normalize": Row(4096, 16, 3, 4),
-    "measure_backward": Row(2048, 8, 3, 8),
-    "differentiate": Row(2048, 8, 3, 4),
-    "forward": Row(4096, 32, 1, 0),
-    "backward": Row(4096, 16, 1, 0),
-}
-
-
 def shape_of(x: Tensor, channel_dim: int, spec: Spec) -> Shape | None:
     """See an input as the kernels do; ``None`` if none reads it as it lies in memory."""
     shape = Shape.of(x, channel_dim, not spec.per_position)
     if shape is None or shape.p == 1:
         return shape and shape._replace(channels_first=False, pooled=True)
-    least = least_width(shape.p, x.element_size())
-    if shape.channels_first and next_power_of_2(shape.c) * least > WIDEST_FIRST:
-        return None
-    if shape.channels_first and shape.pooled and cdiv(shape.p, least) > 8 * PROGRAMS:
-        return None  # too many parts to join
-    return shape
+    least = least_width(shape, x.element_size())
+    wide = next_power_of_2(shape.c) * least > WIDEST_FIRST
+    many = shape.pooled and cdiv(shape.p, least) > 8 * PROGRAMS  # parts to join
+    return None if shape.channels_first and (wide or many) else shape
 
 
-def least_width(p: int, itemsize: int) -> int:
-    """Positions that a tile with channels first has at least: 32 bytes are read at a time, whatever is asked for."""
-    return min(int(next_power_of_2(p)), 32 // itemsize)
+def least_width(shape: Shape, itemsize: int) -> int:
+    """Positions that a tile has at least: where they are contiguous, 32 bytes are read whatever is asked for."""
+    return min(int(next_power_of_2(shape.p)), 32 // itemsize) if shape.channels_first else 1
 
 
 class Sweep(Launch):
     """A launch of a kernel of ``two_pass`` over an input."""
 
     def __init__(self, name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...]) -> None:
-        row, features = TABLE[name], next_power_of_2(shape.c)
-        least = least_width(shape.p, itemsize) if shape.channels_first else 1
-        positions = max(least, row.values // features)
-        positions = positions if shape.loose else min(next_power_of_2(shape.p), positions)
-        p = positions if shape.loose else shape.p
+        row, features = table.PUBLISHED[name], next_power_of_2(shape.c)
+        p = positions = max(least_width(shape, itemsize), row.values // features)
+        if not shape.loose:
+            positions, p = min(next_power_of_2(shape.p), positions), shape.p
         blocks, samples = cdiv(p, positions), cdiv(shape.rows, p)
         self.splits = max(1, min(samples // row.samples, PROGRAMS // blocks))
         self.parts = blocks * self.splits if shape.pooled else self.splits
         read = 2 if "backward" in name or name == "differentiate" else 1
         stages = max(1, min(row.stages, SHARED // (read * features * positions * itemsize)))
-        constants = {
-            "CHANNELS_FIRST": shape.channels_first, "BC": features, "BP": positions, "VEC": shape.vec(itemsize),
-            "STAGES": stages, "POOLED": shape.pooled,
-        }  # fmt: skip
+        constants = {**shape.tile(features, positions, itemsize), "STAGES": stages, "POOLED": shape.pooled}
         warps, numbers = warps_for(features * positions, row), (p, shape.c, shape.rows, *numbers)
         super().__init__(getattr(two_pass, name), blocks * self.splits, numbers, constants, warps)
 
 
-def warps_for(values: int, row: Row) -> int:
+def warps_for(values: int, row: table.Published) -> int:
     """Warps that leave each thread the values that the row says."""
     return max(1, min(16, values // (32 * row.each)))
 
 
 def held(name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...], most: int) -> Launch | None:
     """A launch of a kernel of ``persistent``; ``None`` where a tile would be too large, or too few would be busy."""
-    row, features = TABLE[name], next_power_of_2(shape.c)
+    row, features = table.PUBLISHED[name], next_power_of_2(shape.c)
     n, p = (shape.rows, 1) if shape.loose else (shape.n, shape.p)
-    samples = next_power_of_2(n)
-    positions = least_width(p, itemsize) if shape.channels_first else 1
+    samples, positions = next_power_of_2(n), least_width(shape, itemsize)
     values = samples * features * positions
     if values > most or (shape.pooled and shape.channels_first):
         return None
@@ -113,11 +83,7 @@ def held(name: str, shape: Shape, itemsize: int, numbers: tuple[float, ...], mos
     blocks = cdiv(p, positions)
     if blocks < 64 and shape.rows * shape.c > 2**18:
         return None
-    constants = {
-        "CHANNELS_FIRST": shape.channels_first, "BN": samples, "BC": features, "BP": positions,
-        "VEC": shape.vec(itemsize),
-    }  # fmt: skip
-    numbers = n, p, shape.c, *numbers
+    constants, numbers = {**shape.tile(features, positions, itemsize), "BN": samples}, (n, p, shape.c, *numbers)
     return Launch(getattr(persistent, name), min(blocks, PROGRAMS), numbers, constants, warps_for(values, row))
 
 
@@ -159,30 +125,38 @@ class Plan(launch.Plan):
     def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``y``, and what backward needs besides the input."""
         x, gamma, beta, _, mask = tensors
-        q, c, rows = self.shape.q, self.shape.c, new(x, 2, self.shape.rows)
-        y, mean, var, features = torch.empty_like(x), new(x, q, c), new(x, q, c), new(x, 2, q)
-        flags, weights = new(x, self.programs), new(x, 3, 1)  # without a mask a kernel writes them
-        if mask is not None:
-            m, entries = _counts(mask, self.spec)
-            weights = torch.stack([*formula.weights(1 / m, self.spec.mix_eps, c, self.spec.dim_scale), 1 / entries])
+        y = torch.empty_like(x)
         if self.forward is not None:
-            self.forward(stream, x, y, gamma, beta, mean, var, rows, features, flags, weights)
+            found = mean, var, rows, features, flags, weights = self.empty(x)
+            self.forward(stream, x, y, gamma, beta, *found)
         else:
-            real, W = as_bytes(mask), weights.shape[1]
-            partial, sums = self.parts(stream, x, real, rows)
-            self.join(stream, partial, sums, mean, var, features, flags, weights if mask is None else None)
-            self.normalize(stream, x, y, real, gamma, beta, mean, var, None, None, weights, W, 0.0, 0.0)
+            real = as_bytes(mask)
+            mean, var, rows, features, flags, weights = self.measured(stream, x, real)
+            if mask is not None:
+                m, entries = _counts(mask, self.spec)
+                w_B, w_F = formula.weights(1 / m, self.spec.mix_eps, self.shape.c, self.spec.dim_scale)
+                weights = torch.stack([w_B, w_F, 1 / entries])
+            given = gamma, beta, mean, var, None, None, weights, weights.shape[1]
+            self.normalize(stream, x, y, real, *given, 0.0, 0.0)
         if learning is not None:
             population, momentum = learning
             self.update(stream, mean, var, features, flags, *population, momentum, population[4].numel())
         return y, (mean, var, rows, weights)
 
-    def parts(self, stream: int, x: Tensor, real: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``measure`` finds in each part."""
+    def empty(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Memory for ``mean``, ``var``, ``rows``, ``features``, ``flags`` and ``weights``, as in ``two_pass``."""
+        q, c = self.shape.q, self.shape.c
+        rows = new(x, 2, self.shape.rows)
+        return new(x, q, c), new(x, q, c), rows, new(x, 2, q), new(x, PROGRAMS), new(x, 3, 1)
+
+    def measured(self, stream: int, x: Tensor, real: Tensor | None) -> tuple[Tensor, ...]:
+        """What the first of two passes finds; without weights where there is a mask."""
         parts, q = self.measure.parts, self.shape.q
+        mean, var, rows, features, flags, weights = found = self.empty(x)
         partial, sums = new(x, 2, parts, q, self.shape.c), new(x, 3, parts, q)
         self.measure(stream, x, real, rows, partial, sums)
-        return partial, sums
+        self.join(stream, partial, sums, mean, var, features, flags, weights if real is None else None)
+        return found
 
     def backward(
         self, stream: int, dy: Tensor, tensors: Tensors, kept: Sequence[Tensor]
@@ -222,10 +196,7 @@ class Plan(launch.Plan):
         inverse_m = new(x, 1).fill_(1 / self.shape.n) if mask is None else 1 / _counts(mask, self.spec)[0]
         mean, var = population.batch_mean.view(-1, c)[:q], population.batch_var.view(-1, c)[:q]
         if config.uses_batch:
-            own = new(x, q, c), new(x, q, c)
-            partial, sums = self.parts(stream, x, real, new(x, 2, self.shape.rows))
-            weights = new(x, 3, 1) if mask is None else None
-            self.join(stream, partial, sums, *own, new(x, 2, q), new(x, self.join.programs), weights)
+            own = self.measured(stream, x, real)[:2]
             known = Statistics(mean, var, None, None, None)
             of_batch = StatisticsConfig(config.batch_mean, config.batch_std, False, False)
             chosen = formula.choose(of_batch, Statistics(*own, None, None, inverse_m), known)

@@ -7,8 +7,16 @@ sample to sample, so that batch statistics grow in registers, and a row's featur
 seen as ``[R / P, P, C]``, whatever ``P`` suits a tile.
 
 A column is what batch statistics have one value for: a position and a feature, ``Q * C`` of them; ``POOLED``, Q is 1.
-Columns lie features last in any layout. ``weights`` are those of eq 16 and one over the entries that a batch
-statistic averages, ``[3, W]``: W is 1 where they are the same at all positions, else Q.
+Columns lie features last in any layout. Tensors between kernels are float32:
+
+- ``rows``, ``[2, R]``: mean and variance of each row; 0 where it is hidden. ``features``, ``[2, Q]``: their averages.
+- ``mean``, ``var``, ``[Q, C]``: eqs 10, 11. ``flags``: how many variances of each program are not finite.
+- ``partial``: what each of ``S`` parts has of a column: mean and squares, ``[2, S, Q, C]``; backward three sums.
+- ``sums``, ``[3, S, Q]``: rows in a part, and the sums of their means and variances.
+- ``weights``, ``[3, W]``: those of eq 16 and one over the entries that a batch statistic averages. W is 1 where they
+  are the same at all positions, else Q.
+- ``shares``, ``[4, Q, C]``: ``flat`` and ``along``, so that the batch part of ``dx`` is
+  ``gamma w_B r_B dy - flat - (x - mean_B) along``; then the gradients of gamma and beta.
 """
 
 from __future__ import annotations
@@ -33,11 +41,11 @@ def locate(P, C, R, CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.const
 
 @triton.jit
 def columns_of(p, c, P, C, POOLED: tl.constexpr):
-    """Where the columns of a tile stand, and which of them exist."""
-    at, inside = c.to(tl.int64), c < C
+    """Where the columns of a tile stand, which of them exist, and how many there are in all."""
+    at, inside, columns = c.to(tl.int64), c < C, tl.cast(C, tl.int64)
     if not POOLED:
-        at, inside = p.to(tl.int64) * C + c, (p < P) & inside
-    return at, inside
+        at, inside, columns = p.to(tl.int64) * C + c, (p < P) & inside, tl.cast(P, tl.int64) * C
+    return at, inside, columns
 
 
 @triton.jit
@@ -54,14 +62,13 @@ def rows_of(mask, n, p, P, R, CHANNELS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def parts_of(P, C, BP: tl.constexpr, POOLED: tl.constexpr):
-    """The program's number among those that have the same columns, how many those are, and all columns."""
-    parts, columns = tl.num_programs(0), tl.cast(C, tl.int64)
-    part = tl.program_id(0)
+def parts_of(P, BP: tl.constexpr, POOLED: tl.constexpr):
+    """The program's number among those that have the same columns, and how many those are."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
     if not POOLED:
-        parts, columns = tl.num_programs(0) // tl.cdiv(P, BP), tl.cast(P, tl.int64) * C
-        part = tl.program_id(0) % parts
-    return part, parts, columns
+        parts = parts // tl.cdiv(P, BP)
+        part = part % parts
+    return part, parts
 
 
 @triton.jit
@@ -102,22 +109,13 @@ def measure(
     """Feature statistics of each row, and the part of a range of samples in batch statistics.
 
     Each lane follows its own column by Welford's recurrence, so nothing cancels.
-
-    Args:
-        x: The input.
-        mask: Nonzero at real rows, ``[R]``; ``None`` where nothing is hidden.
-        rows: Mean and variance of each row are written here, ``[2, R]``; 0 where it is hidden.
-        partial: Mean and squares of each column are written here, ``[2, S, Q, C]``, of ``S`` parts.
-        sums: Rows, and the sums of their means and variances, ``[3, S, Q]``.
-        P, C, R: Positions, features, rows.
     """
     FEATURES: tl.constexpr = 0 if CHANNELS_FIRST else 1
+    AXIS: tl.constexpr = 1 - FEATURES
     P, C, first, last, p, c, at = locate(P, C, R, CHANNELS_FIRST, BC, BP, VEC)
-    mean = tl.zeros(at.shape, tl.float32)
-    squares = tl.zeros(at.shape, tl.float32)
-    count = tl.zeros(p.shape, tl.float32)
-    sum_mean = tl.zeros(p.shape, tl.float32)
-    sum_var = tl.zeros(p.shape, tl.float32)
+    mean, squares = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
+    zero = tl.zeros(p.shape, tl.float32)
+    count, sum_mean, sum_var = zero, zero, zero
     for n in tl.range(first, last, num_stages=STAGES):
         row, exists, real = rows_of(mask, n, p, P, R, CHANNELS_FIRST)
         v = load(x + tl.cast(n, tl.int64) * C * P + at, real & (c < C))
@@ -130,16 +128,15 @@ def measure(
         moved = tl.where(real, v - mean, 0.0)
         mean += moved * (1.0 / tl.maximum(count, 1.0))
         squares += moved * (v - mean)
-    part, parts, columns = parts_of(P, C, BP, POOLED)
+    part, parts = parts_of(P, BP, POOLED)
     Q = P
     if POOLED:
-        _, mean, squares = gather(count, mean, squares, 1 - FEATURES)
-        mean, squares = tl.expand_dims(mean, 1 - FEATURES), tl.expand_dims(squares, 1 - FEATURES)
-        count = tl.sum(count, 1 - FEATURES, keep_dims=True)
-        sum_mean = tl.sum(sum_mean, 1 - FEATURES, keep_dims=True)
-        sum_var = tl.sum(sum_var, 1 - FEATURES, keep_dims=True)
+        _, mean, squares = gather(count, mean, squares, AXIS)
+        mean, squares = tl.expand_dims(mean, AXIS), tl.expand_dims(squares, AXIS)
+        count = tl.sum(count, AXIS, keep_dims=True)
+        sum_mean, sum_var = tl.sum(sum_mean, AXIS, keep_dims=True), tl.sum(sum_var, AXIS, keep_dims=True)
         Q, p = P * 0 + 1, tl.zeros(count.shape, tl.int32)
-    column, inside = columns_of(p, c, P, C, POOLED)
+    column, inside, columns = columns_of(p, c, P, C, POOLED)
     tl.store(partial + part * columns + column, mean, mask=inside)
     tl.store(partial + (parts + part) * columns + column, squares, mask=inside)
     line, plane = sums + tl.cast(part, tl.int64) * Q + p, tl.cast(parts, tl.int64) * Q
@@ -152,26 +149,14 @@ def measure(
 def join(
     partial, sums, mean, var, features, flags, weights, Q, C, S, w_B, w_F, inverse, BS: tl.constexpr, BA: tl.constexpr
 ):  # fmt: skip
-    """Batch statistics of all parts together, and averages of feature statistics.
-
-    Args:
-        partial, sums: What ``measure`` wrote.
-        mean, var: Eqs 10, 11 are written here, ``[Q, C]``.
-        features: Averages over rows of feature means and variances, ``[2, Q]``.
-        flags: For each program, how many of its variances are not finite.
-        weights: The three numbers behind parts are written here, where they are the same at all positions.
-        Q, C, S: Positions with statistics of their own, features, parts.
-    """
+    """Batch statistics of all parts together, averages of feature statistics, and ``weights`` where W is 1."""
     columns, plane = tl.cast(Q, tl.int64) * C, tl.cast(S, tl.int64) * Q
     bad = 0.0
     for block in range(tl.program_id(0), tl.cdiv(columns, BA), tl.num_programs(0)):
         at = tl.cast(block, tl.int64) * BA + tl.arange(0, BA)[None, :]
         q = at // C
-        own = tl.zeros([BS, BA], tl.float32)
-        squares = tl.zeros([BS, BA], tl.float32)
-        count = tl.zeros([BS, BA], tl.float32)
-        sum_mean = tl.zeros([BS, BA], tl.float32)
-        sum_var = tl.zeros([BS, BA], tl.float32)
+        zero = tl.zeros([BS, BA], tl.float32)
+        count, own, squares, sum_mean, sum_var = zero, zero, zero, zero, zero
         for start in range(0, S, BS):
             part = start + tl.arange(0, BS)[:, None]
             real = (part < S) & (at < columns)
@@ -207,22 +192,13 @@ def normalize(
     CHANNELS_FIRST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
     POOLED: tl.constexpr,
 ):  # fmt: skip
-    """Eqs 14-17, or 22-25 with the feature statistics of a configuration; hidden rows come out 0.
+    """Eqs 14-17, or 22-25 with the population's feature statistics and a configuration; hidden rows come out 0.
 
     A row is summed in an order that does not depend on the rest of the mini-batch.
-
-    Args:
-        x, y, mask: Input, output, and what is real.
-        gamma, beta: The parameters.
-        mean, var: Batch statistics, ``[Q, C]``.
-        feature_mean, feature_var: The population's, ``[Q]``; ``None`` in training.
-        weights, W: As the module says.
-        E_F, Std_F: Prior strengths; 0 is the row's own statistic, infinity the population's.
-        P, C, R, eps: Positions, features, rows, and the epsilon under the roots.
     """
     FEATURES: tl.constexpr = 0 if CHANNELS_FIRST else 1
     P, C, first, last, p, c, at = locate(P, C, R, CHANNELS_FIRST, BC, BP, VEC)
-    column, inside = columns_of(p, c, P, C, POOLED)
+    column, inside, _ = columns_of(p, c, P, C, POOLED)
     mean_B = load(mean + column, inside)
     w_B, w_F = weights_at(weights, p, P, W, POOLED)
     s_B = w_B / tl.sqrt(load(var + column, inside, 1.0) + eps)
@@ -268,11 +244,10 @@ def measure_backward(
 ):  # fmt: skip
     """Sums of ``dy``, ``dy (x - mean_B)`` and ``dy x_F`` of each column, ``[3, S, Q, C]`` in ``partial``."""
     P, C, first, last, p, c, at = locate(P, C, R, CHANNELS_FIRST, BC, BP, VEC)
-    column, inside = columns_of(p, c, P, C, POOLED)
+    column, inside, columns = columns_of(p, c, P, C, POOLED)
     mean_B = load(mean + column, inside)
-    total = tl.zeros(at.shape, tl.float32)
-    dot_B = tl.zeros(at.shape, tl.float32)
-    dot_F = tl.zeros(at.shape, tl.float32)
+    zero = tl.zeros(at.shape, tl.float32)
+    total, dot_B, dot_F = zero, zero, zero
     for n in tl.range(first, last, num_stages=STAGES):
         row, _, real = rows_of(mask, n, p, P, R, CHANNELS_FIRST)
         v = load(x + tl.cast(n, tl.int64) * C * P + at, real & (c < C))
@@ -281,12 +256,11 @@ def measure_backward(
         total += g
         dot_B += g * (v - mean_B)
         dot_F += g * ((v - load(rows + row, real)) * r_F)
-    part, parts, columns = parts_of(P, C, BP, POOLED)
+    part, parts = parts_of(P, BP, POOLED)
     if POOLED:
-        POSITIONS: tl.constexpr = 1 if CHANNELS_FIRST else 0
-        total = tl.sum(total, POSITIONS, keep_dims=True)
-        dot_B = tl.sum(dot_B, POSITIONS, keep_dims=True)
-        dot_F = tl.sum(dot_F, POSITIONS, keep_dims=True)
+        AXIS: tl.constexpr = 1 if CHANNELS_FIRST else 0
+        total, dot_B = tl.sum(total, AXIS, keep_dims=True), tl.sum(dot_B, AXIS, keep_dims=True)
+        dot_F = tl.sum(dot_F, AXIS, keep_dims=True)
     tl.store(partial + part * columns + column, total, mask=inside)
     tl.store(partial + (parts + part) * columns + column, dot_B, mask=inside)
     tl.store(partial + (2 * parts + part) * columns + column, dot_F, mask=inside)
@@ -294,16 +268,11 @@ def measure_backward(
 
 @kernel
 def join_backward(partial, gamma, var, weights, shares, W, Q, C, S, eps, BS: tl.constexpr, BA: tl.constexpr):
-    """What the batch part of ``dx`` takes, and the gradients of gamma and beta at each position.
-
-    ``shares`` are ``[4, Q, C]``: ``flat`` and ``along``, so that the batch part of ``dx`` is
-    ``gamma w_B r_B dy - flat - (x - mean_B) along``; then the gradients.
-    """
+    """What the batch part of ``dx`` takes, and the gradients of gamma and beta at each position."""
     columns = tl.cast(Q, tl.int64) * C
     at = tl.program_id(0).to(tl.int64) * BA + tl.arange(0, BA)[None, :]
-    total = tl.zeros([BS, BA], tl.float32)
-    dot_B = tl.zeros([BS, BA], tl.float32)
-    dot_F = tl.zeros([BS, BA], tl.float32)
+    zero = tl.zeros([BS, BA], tl.float32)
+    total, dot_B, dot_F = zero, zero, zero
     for start in range(0, S, BS):
         part = start + tl.arange(0, BS)[:, None]
         real, value = (part < S) & (at < columns), partial + part * columns + at
@@ -334,8 +303,7 @@ def differentiate(
     """The gradient of the input; 0 at hidden rows. A row's own averages are found in its tile."""
     FEATURES: tl.constexpr = 0 if CHANNELS_FIRST else 1
     P, C, first, last, p, c, at = locate(P, C, R, CHANNELS_FIRST, BC, BP, VEC)
-    column, inside = columns_of(p, c, P, C, POOLED)
-    _, _, columns = parts_of(P, C, BP, POOLED)
+    column, inside, columns = columns_of(p, c, P, C, POOLED)
     mean_B = load(mean + column, inside)
     w_B, w_F = weights_at(weights, p, P, W, POOLED)
     s_B = w_B / tl.sqrt(load(var + column, inside, 1.0) + eps)

@@ -1,12 +1,11 @@
-"""Find the rows of the launch tables of the grouped and the published form for this GPU, and print them.
+"""Find the rows of bln/_backends/triton/table.py for this GPU, and print them.
 
-    python benchmarks/tune.py                      # every kernel, both layouts: some minutes
-    python benchmarks/tune.py --kernels measure
-    python benchmarks/tune.py --published          # the table of bln/_backends/triton/published.py
+    python benchmarks/tune.py                      # every kernel of both forms and layouts: some minutes
+    python benchmarks/tune.py --forms grouped --kernels measure
 
-Each candidate is compiled by several processes first, then timed on inputs that the cache does not hold. A row's score
-is the mean, over shapes and types, of its time in copies of the input; in the published form that of a whole forward
-and backward.
+Candidates of the grouped form are compiled by several processes first, then timed on inputs that the cache does not
+hold. A row's score is the mean, over shapes and types, of its time in copies of the input; in the published form that
+of a whole forward and backward.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import Any
 import torch
 
 import bln
-from bln._backends.triton import functions, grouped, published
-from bln._backends.triton.grouped import Over, Row
+from bln._backends.triton import functions, table
+from bln._backends.triton.grouped import Over
 from bln._backends.triton.launch import Shape
 
 KERNELS = ("measure", "apply", "measure_backward", "apply_backward")
@@ -32,17 +31,17 @@ GROUPS = 8
 WIDTHS = {False: (128, 256), True: (256, 512)}  # channels first
 
 
-def rows(channels_first: bool, short: bool) -> list[Row]:
+def rows(channels_first: bool, short: bool) -> list[table.Grouped]:
     """The candidates."""
     values = (1024, 2048, 4096) if short else (2048, 4096, 8192)
     options = values, WIDTHS[channels_first], (4, 8), (1, 3), (2**14, 2**16)
-    return [Row(*row) for row in product(*options)]
+    return [table.Grouped(*row) for row in product(*options)]
 
 
-def over(name: str, row: Row, shape: Shape, itemsize: int) -> Over:
+def over(name: str, row: table.Grouped, shape: Shape, itemsize: int) -> Over:
     """The launch of a kernel with another row than the table's."""
-    grouped.TABLE[name, shape.channels_first, shape.p < grouped.SHORT] = row
-    return Over(name, shape, itemsize, GROUPS, {} if name == "measure" else {"ACTIVATION": None})
+    table.GROUPED[name, shape.channels_first, shape.p < table.SHORT] = row
+    return Over(name, shape, itemsize, GROUPS, **{} if name == "measure" else {"ACTIVATION": None})
 
 
 def arguments(name: str, shape: Shape, dtype: torch.dtype, launch: Over) -> tuple[Any, ...]:
@@ -62,7 +61,7 @@ def arguments(name: str, shape: Shape, dtype: torch.dtype, launch: Over) -> tupl
     }[name]
 
 
-def compile_some(work: list[tuple[str, Row, Shape, torch.dtype]]) -> None:
+def compile_some(work: list[tuple[str, table.Grouped, Shape, torch.dtype]]) -> None:
     """Compile these, so that they are in Triton's cache."""
     for name, row, shape, dtype in work:
         small = shape._replace(n=1)
@@ -92,49 +91,41 @@ PUBLISHED = [
 ]
 
 
-def tune_published(types: list[torch.dtype], best: int) -> None:
+def show(key: str, scores: dict[Any, list[float]], best: int) -> None:
+    """Print the best rows as the table has them, with their time in copies of each input."""
+    for row in sorted(scores, key=lambda row: statistics.mean(scores[row]))[:best]:
+        ratios = " ".join(f"{score:5.2f}" for score in scores[row])
+        print(f"    {key}: {type(row).__name__}{tuple(row)},  # {ratios}", flush=True)
+
+
+def tune_published(types: list[torch.dtype], best: int, flush: torch.Tensor) -> None:
     """Try rows of each kernel of the published form while the others keep theirs."""
-    flush = torch.empty(64 * 2**20, device="cuda")
-    for name, usual in list(published.TABLE.items()):
-        scores: dict[published.Row, list[float]] = {}
-        values, each = (
-            (usual.values // 2, usual.values, 2 * usual.values),
-            (usual.each // 2, usual.each, 2 * usual.each),
-        )
+    for name, usual in list(table.PUBLISHED.items()):
+        scores: dict[table.Published, list[float]] = {}
+        values, each = ((number // 2, number, 2 * number) for number in usual[:2])
+        tried = [usual._replace(values=v, each=e, stages=s) for v, e, s in product(values, each, (1, 3))]
         for (shape, channel_dim), dtype in product(PUBLISHED, types):
             layer = bln.BatchLayerNorm(shape[channel_dim], channel_dim=channel_dim).cuda()
             x, dy = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
             copy = microseconds(lambda x=x, dy=dy: dy.copy_(x), flush)
             x.requires_grad_()
-            for row in (usual._replace(values=v, each=e, stages=s) for v, e, s in product(values, each, (1, 3))):
-                published.TABLE[name] = row
+            for row in tried:
+                table.PUBLISHED[name] = row
                 functions._plans.clear()
                 step = partial(_step, layer, x, dy)
                 step()
                 scores.setdefault(row, []).append(microseconds(step, flush) / copy)
-        published.TABLE[name] = usual
-        for row in sorted(scores, key=lambda row: statistics.mean(scores[row]))[:best]:
-            ratios = " ".join(f"{score:5.2f}" for score in scores[row])
-            print(f'    "{name}": Row{tuple(row)},  # {ratios}', flush=True)
+        table.PUBLISHED[name] = usual
+        show(f'"{name}"', scores, best)
 
 
 def _step(layer: bln.BatchLayerNorm, x: torch.Tensor, dy: torch.Tensor) -> None:
     torch.autograd.grad(layer(x), x, dy)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
-    parser.add_argument("--types", nargs="+", default=["bfloat16"])
-    parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--best", type=int, default=4, help="how many rows of each kernel to print")
-    parser.add_argument("--published", action="store_true", help="the published form's table instead")
-    options = parser.parse_args()
-    types = [getattr(torch, name) for name in options.types]
-    if options.published:
-        tune_published(types, options.best)
-        return
-    kinds = list(product(options.kernels, (False, True), (False, True)))
+def tune_grouped(names: list[str], types: list[torch.dtype], best: int, flush: torch.Tensor, processes: int) -> None:
+    """Try rows of each kernel of the grouped form alone."""
+    kinds = list(product(names, (False, True), (False, True)))
     work = [
         (name, row, Shape(*shape, channels_first), dtype)
         for (name, channels_first, short), dtype in product(kinds, types)
@@ -142,31 +133,42 @@ def main() -> None:
         for row in rows(channels_first, short)
         if row.run == 2**16  # it does not matter to the compiler
     ]
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_some, [work[at :: options.processes * 4] for at in range(options.processes * 4)]))
-    flush = torch.empty(64 * 2**20, device="cuda")
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_some, [work[at :: processes * 4] for at in range(processes * 4)]))
     stream = torch.cuda.current_stream().cuda_stream
     for name, channels_first, short in kinds:
-        scores: dict[Row, list[float]] = {}
+        scores: dict[table.Grouped, list[float]] = {}
         for shape, dtype in product(shapes(short), types):
             lying = Shape(*shape, channels_first)
             x, y = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
             copy = microseconds(lambda x=x, y=y: y.copy_(x), flush)
             for row in rows(channels_first, short):
                 launch = over(name, row, lying, dtype.itemsize)
-                given = arguments(name, lying, dtype, launch)
-                call = partial(launch, stream, *given)
+                call = partial(launch, stream, *arguments(name, lying, dtype, launch))
                 call()
                 scores.setdefault(row, []).append(microseconds(call, flush) / copy)
-        ranked = sorted(scores, key=lambda row: statistics.mean(scores[row]))
-        for row in ranked[: options.best]:
-            each = " ".join(f"{score:5.2f}" for score in scores[row])
-            print(f'    ("{name}", {channels_first}, {short}): Row{tuple(row)},  # {each}', flush=True)
+        show(f'("{name}", {channels_first}, {short})', scores, best)
 
 
 def shapes(short: bool) -> list[tuple[int, int, int]]:
     """Those of a class of the table."""
-    return [shape for shape in SHAPES if (shape[2] < grouped.SHORT) == short]
+    return [shape for shape in SHAPES if (shape[2] < table.SHORT) == short]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", nargs="+", choices=("grouped", "published"), default=("grouped", "published"))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="of the grouped form")
+    parser.add_argument("--types", nargs="+", default=["bfloat16"])
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--best", type=int, default=4, help="how many rows of each kernel to print")
+    options = parser.parse_args()
+    types = [getattr(torch, name) for name in options.types]
+    flush = torch.empty(64 * 2**20, device="cuda")
+    if "grouped" in options.forms:
+        tune_grouped(options.kernels, types, options.best, flush, options.processes)
+    if "published" in options.forms:
+        tune_published(types, options.best, flush)
 
 
 if __name__ == "__main__":

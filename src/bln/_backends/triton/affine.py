@@ -226,9 +226,9 @@ def join_inference(
 def affine_of(statistics, gamma, beta, n, c, N, C, groups):
     """``a`` and ``b`` of a sample's features."""
     batch, features, width = sections(statistics, N, C, groups)
-    slope_B, slope_F = batch + 2 * C + c, features + 2 * width + tl.cast(n, tl.int64) * groups + c // (C // groups)
-    a = load(slope_B, c < C) + load(slope_F, c < C)
-    b = -(load(slope_B + C, c < C) + load(slope_F + width, c < C))
+    batch, features = batch + c, features + tl.cast(n, tl.int64) * groups + c // (C // groups)
+    a = load(batch + 2 * C, c < C) + load(features + 2 * width, c < C)
+    b = -(load(batch + 3 * C, c < C) + load(features + 3 * width, c < C))
     if gamma is not None:
         gain = load(gamma + c, c < C)
         a, b = gain * a, gain * b

@@ -120,7 +120,6 @@ def published_form(dtype, itemsize):
             ):
                 continue  # what joins does not know the input's type
             absent = [] if masked else ["mask"]
-            absent += ["weights"] if name == "join" and masked else []
             absent += ["feature_mean", "feature_var"] if name == "normalize" else []
             names = [parameter.name for parameter in launch.kernel.params]
             constants = launch.constants | {each: None for each in absent if each in names}

@@ -37,9 +37,10 @@ def train(layer: BatchLayerNorm, x: Tensor, mask: Tensor | None, channel_dim: in
     # The others know no mask, refuse an empty input, and a compiler does better with plain operators.
     plain = mask is not None or x.shape[0] == 0 or compiling or spec.groups is not None
     tensors = x, layer.weight, layer.bias
-    kernels = None if plain else triton_for(x, channel_dim, spec, None, *tensors[1:], population.batch_mean)
-    if kernels is not None:
-        y, joined = kernels.train_over_ranks(*tensors, task)
+    if not plain and triton_for(x, channel_dim, spec, None, *tensors[1:], population.batch_mean) is not None:
+        from . import kernels
+
+        y, joined = kernels.train(*tensors, task)
     else:
         wide = widened(*tensors, population.batch_mean)
         y, joined = _plain(*wide, mask, task) if plain else _Train.apply(*wide, task)  # type: ignore[no-untyped-call]

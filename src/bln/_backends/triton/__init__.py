@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..._spec import Spec
 from . import functions, ops, published
-from .functions import infer, train, train_layer, train_over_ranks
+from .functions import infer, train, train_layer
 from .launch import KINDS
 
-__all__ = ["functions", "infer", "ops", "train", "train_layer", "train_over_ranks", "usable"]
+__all__ = ["functions", "infer", "ops", "train", "train_layer", "usable"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEWEST_POSITIONS = 4

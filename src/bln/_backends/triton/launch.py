@@ -140,21 +140,19 @@ def straight(
     def through(stream: int, *addresses: int | None) -> None:
         run(programs, 1, 1, stream, *head, *addresses, *rest)
 
-    given: list[tuple[Any, ...]] = []
     if not hasattr(run, "launch") or any(getattr(run, f"{kind}_scratch_size", 0) for kind in ("global", "profile")):
         return through
-    probe = copy(run)
-    probe.launch = lambda *arguments: given.append(arguments)
-    marks = tuple(range(1, pointers + 1))
-    probe(programs, 1, 1, 0, *head, *marks, *rest)
-    launch, (first, behind) = run.launch, (given[0][:4], (*marks, *rest))
-    if first != (programs, 1, 1, 0):
+    probe, given, launch = copy(run), [], run.launch
+    probe.launch = lambda *arguments: given.extend(arguments)
+    behind = (*range(1, pointers + 1), *rest)
+    probe(programs, 1, 1, 0, *head, *behind)
+    if given[:4] != [programs, 1, 1, 0]:
         return through
-    if given[0][-1] == behind:  # from Triton 3.7 on
-        middle = given[0][4:-1]
+    if given[-1] == behind:  # from Triton 3.7 on
+        middle = given[4:-1]
         return lambda stream, *addresses: launch(programs, 1, 1, stream, *middle, (*addresses, *rest))
-    middle = given[0][4 : -len(behind)]
-    if given[0][len(middle) + 4 :] != behind:
+    middle, end = given[4 : -len(behind)], given[-len(behind) :]
+    if tuple(end) != behind:
         return through
     return lambda stream, *addresses: launch(programs, 1, 1, stream, *middle, *addresses, *rest)
 

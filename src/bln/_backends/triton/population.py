@@ -49,15 +49,12 @@ def update(
 ):  # fmt: skip
     """Average the first ``Q`` of the ``known`` positions with a mini-batch of the published form, ``two_pass.join``'s.
 
-    Unless some of its variances are not finite: each of ``programs`` has counted them in ``flags``.
+    Unless some of its variances are not finite: each of at most ``BF`` ``programs`` has counted them in ``flags``.
     """
     population = batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples
     m, entries = tl.cast(m, tl.float32), tl.cast(entries, tl.float32)
-    bad = 0.0
-    for start in range(0, programs, BF):
-        program = start + tl.arange(0, BF)
-        bad += tl.sum(load(flags + program, program < programs), 0)
-    if bad == 0:
+    program = tl.arange(0, BF)
+    if tl.sum(load(flags + program, program < programs), 0) == 0:
         q = (tl.program_id(0) * BQ + tl.arange(0, BQ))[:, None]
         real = q < Q
         for start in range(0, C, BC):

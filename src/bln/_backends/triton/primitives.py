@@ -49,10 +49,7 @@ def extents(C, P, CHANNELS_FIRST: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def offsets(c, p, C, P, CHANNELS_FIRST: tl.constexpr):
     """Offsets of values inside a sample."""
-    at = p * C + c
-    if CHANNELS_FIRST:
-        at = c * P + p
-    return at
+    return c * P + p if CHANNELS_FIRST else p * C + c
 
 
 @triton.jit

@@ -150,12 +150,12 @@ class Plan(launch.Plan):
         return new(x, q, c), new(x, q, c), rows, new(x, 2, q), new(x, PROGRAMS), new(x, 3, 1)
 
     def measured(self, stream: int, x: Tensor, real: Tensor | None) -> tuple[Tensor, ...]:
-        """What the first of two passes finds; without weights where there is a mask."""
+        """What the first of two passes finds; the weights are those without a mask."""
         parts, q = self.measure.parts, self.shape.q
-        mean, var, rows, features, flags, weights = found = self.empty(x)
+        mean, var, rows, *others = found = self.empty(x)
         partial, sums = new(x, 2, parts, q, self.shape.c), new(x, 3, parts, q)
         self.measure(stream, x, real, rows, partial, sums)
-        self.join(stream, partial, sums, mean, var, features, flags, weights if real is None else None)
+        self.join(stream, partial, sums, mean, var, *others)
         return found
 
     def backward(

@@ -82,19 +82,14 @@ def features_of(v, c, C, AXIS: tl.constexpr):
 @triton.jit
 def weights_at(weights, p, P, W, POOLED: tl.constexpr):
     """``w_B`` and ``w_F`` of each position of a tile."""
-    q = p * 0
-    if not POOLED:
-        q = tl.where(W > 1, p, 0)
+    q = p * 0 if POOLED else tl.where(W > 1, p, 0)
     return load(weights + q, p < P), load(weights + W + q, p < P)
 
 
 @triton.jit
 def parameter(pointer, c, C, default: tl.constexpr):
     """Gamma or beta."""
-    value = tl.full(c.shape, default, tl.float32)
-    if pointer is not None:
-        value = load(pointer + c, c < C)
-    return value
+    return load(pointer + c, c < C) if pointer is not None else tl.full(c.shape, default, tl.float32)
 
 
 # ---- forward
@@ -149,7 +144,7 @@ def measure(
 def join(
     partial, sums, mean, var, features, flags, weights, Q, C, S, w_B, w_F, inverse, BS: tl.constexpr, BA: tl.constexpr
 ):  # fmt: skip
-    """Batch statistics of all parts together, averages of feature statistics, and ``weights`` where W is 1."""
+    """Batch statistics of all parts together, averages of feature statistics, and the weights without a mask."""
     columns, plane = tl.cast(Q, tl.int64) * C, tl.cast(S, tl.int64) * Q
     bad = 0.0
     for block in range(tl.program_id(0), tl.cdiv(columns, BA), tl.num_programs(0)):
@@ -179,11 +174,10 @@ def join(
         finite = (own_var < float("inf")) & (var_F < float("inf"))  # NaN is not less, either
         bad += tl.sum(tl.where((at < columns) & (finite == 0), 1.0, 0.0), 0)
     tl.store(flags + tl.program_id(0), bad)
-    if weights is not None:
-        if tl.program_id(0) == 0:
-            tl.store(weights, w_B)
-            tl.store(weights + 1, w_F)
-            tl.store(weights + 2, inverse)
+    if tl.program_id(0) == 0:
+        tl.store(weights, w_B)
+        tl.store(weights + 1, w_F)
+        tl.store(weights + 2, inverse)
 
 
 @kernel
@@ -205,9 +199,7 @@ def normalize(
     gain, shift = parameter(gamma, c, C, 1.0), parameter(beta, c, C, 0.0)
     kept_mean, kept_var = tl.zeros(p.shape, tl.float32), tl.full(p.shape, 1.0, tl.float32)
     if feature_mean is not None:
-        q = p * 0
-        if not POOLED:
-            q = p
+        q = p * 0 if POOLED else p
         kept_mean, kept_var = load(feature_mean + q, p < P), load(feature_var + q, p < P, 1.0)
     for n in tl.range(first, last, num_stages=STAGES):
         _, exists, real = rows_of(mask, n, p, P, R, CHANNELS_FIRST)

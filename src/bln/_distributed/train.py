@@ -48,7 +48,7 @@ def train(layer: BatchLayerNorm, x: Tensor, mask: Tensor | None, channel_dim: in
     if not recomputing():
         statistics, m, entries, present = joined
         population.update(statistics, m, entries, None, positions, layer.momentum, present)
-    return y  # type: ignore[no-any-return]
+    return y
 
 
 # ---- by plain operators

@@ -93,7 +93,7 @@ class Plan(launch.Plan):
         self.dots = self.sums + size
         self.shares_size = self.dots + size
 
-    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Any, ...]]:
         """``y``, and what backward needs besides the input."""
         x, gamma, beta, residual, mask = tensors
         at, launches = ready(self.measure, self.join if learning is None else self.join_updating, self.apply)

@@ -122,7 +122,7 @@ class Plan(launch.Plan):
         sizes, tile = (shape.n, entries, q, c, self.programs), {"BQ": positions, "BC": features, "BF": 1024}
         self.update = Launch(kernels_of_population.update, cdiv(q, positions), sizes, tile)
 
-    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Any, ...]]:
         """``y``, and what backward needs besides the input."""
         x, gamma, beta, _, mask = tensors
         y = torch.empty_like(x)
@@ -196,10 +196,10 @@ class Plan(launch.Plan):
         inverse_m = new(x, 1).fill_(1 / self.shape.n) if mask is None else 1 / _counts(mask, self.spec)[0]
         mean, var = population.batch_mean.view(-1, c)[:q], population.batch_var.view(-1, c)[:q]
         if config.uses_batch:
-            own = self.measured(stream, x, real)[:2]
+            own_mean, own_var, *_ = self.measured(stream, x, real)
             known = Statistics(mean, var, None, None, None)
             of_batch = StatisticsConfig(config.batch_mean, config.batch_std, False, False)
-            chosen = formula.choose(of_batch, Statistics(*own, None, None, inverse_m), known)
+            chosen = formula.choose(of_batch, Statistics(own_mean, own_var, None, None, inverse_m), known)
             mean, var = chosen.batch_mean.contiguous(), chosen.batch_var.contiguous()
         weights, y = new(x, 2, q), torch.empty_like(x)
         self.weigh(stream, population.inverse_m, population.updates[4], inverse_m, weights, len(inverse_m))

@@ -192,7 +192,7 @@ def normalize(
     """
     FEATURES: tl.constexpr = 0 if CHANNELS_FIRST else 1
     P, C, first, last, p, c, at = locate(P, C, R, CHANNELS_FIRST, BC, BP, VEC)
-    column, inside, _ = columns_of(p, c, P, C, POOLED)
+    column, inside, _columns = columns_of(p, c, P, C, POOLED)
     mean_B = load(mean + column, inside)
     w_B, w_F = weights_at(weights, p, P, W, POOLED)
     s_B = w_B / tl.sqrt(load(var + column, inside, 1.0) + eps)

@@ -16,13 +16,13 @@ from .two_pass import features_of, parameter
 
 @triton.jit
 def tile_of(block, N, P, C, CHANNELS_FIRST: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr):
-    """Samples, positions and features of a tile, and where its rows, its columns and its values stand."""
+    """Samples, positions and features of a tile, and offsets of its values."""
     c, p = indices(0, BC, BP, CHANNELS_FIRST)
     p += block * BP
     n = tl.arange(0, BN)[:, None, None]
     c, p = tl.expand_dims(c, 0), tl.expand_dims(p, 0)
-    row, column = tl.cast(n, tl.int64) * P + p, tl.cast(p, tl.int64) * C + c
-    return n, p, c, row, column, tl.cast(n, tl.int64) * C * P + offsets(c, p, C, P, CHANNELS_FIRST)
+    at = tl.cast(n, tl.int64) * C * P + offsets(c, p, C, P, CHANNELS_FIRST)
+    return n, p, c, at
 
 
 @kernel
@@ -35,8 +35,8 @@ def forward(
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
     bad = 0.0
     for block in range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0)):
-        n, p, c, row, column, at = tile_of(block, N, P, C, CHANNELS_FIRST, BN, BC, BP)
-        in_row, in_column, inside = (n < N) & (p < P), (p < P) & (c < C), (n < N) & (p < P) & (c < C)
+        n, p, c, at = tile_of(block, N, P, C, CHANNELS_FIRST, BN, BC, BP)
+        in_row, inside = (n < N) & (p < P), (n < N) & (p < P) & (c < C)
         v = load(x + at, inside)
         mean_F, var_F = features_of(v, c, C, FEATURES)
         mean_B = tl.sum(v, 0, keep_dims=True) / N
@@ -45,16 +45,18 @@ def forward(
         z = u * (w_B / tl.sqrt(var_B + eps)) + (v - mean_F) * (w_F / tl.sqrt(var_F + eps))
         z = parameter(gamma, c, C, 1.0) * z + parameter(beta, c, C, 0.0)
         tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
+        row = tl.cast(n, tl.int64) * P + p
         tl.store(rows + row, mean_F, mask=in_row)
         tl.store(rows + tl.cast(N, tl.int64) * P + row, var_F, mask=in_row)
-        tl.store(mean + column, mean_B, mask=in_column)
-        tl.store(var + column, var_B, mask=in_column)
+        column = tl.cast(p, tl.int64) * C + c
+        tl.store(mean + column, mean_B, mask=(p < P) & (c < C))
+        tl.store(var + column, var_B, mask=(p < P) & (c < C))
         over_mean = tl.sum(tl.where(in_row, mean_F, 0.0), 0, keep_dims=True) / N
         over_var = tl.sum(tl.where(in_row, var_F, 0.0), 0, keep_dims=True) / N
         tl.store(features + p, over_mean, mask=p < P)
         tl.store(features + P + p, over_var, mask=p < P)
         finite = (var_B < float("inf")) & (over_var < float("inf"))  # NaN is not less, either
-        bad += tl.sum(tl.where(in_column & (finite == 0), 1.0, 0.0))
+        bad += tl.sum(tl.where((p < P) & (c < C) & (finite == 0), 1.0, 0.0))
     tl.store(flags + tl.program_id(0), bad)
     if tl.program_id(0) == 0:
         tl.store(weights, w_B)
@@ -71,17 +73,19 @@ def backward(
     FEATURES: tl.constexpr = 1 if CHANNELS_FIRST else 2
     POSITIONS: tl.constexpr = 3 - FEATURES
     C, P = extents(C, P, CHANNELS_FIRST, VEC)
-    _, _, c, _, _, at = tile_of(0, N, P, C, CHANNELS_FIRST, BN, BC, BP)
+    _, _, c, at = tile_of(0, N, P, C, CHANNELS_FIRST, BN, BC, BP)
     gain = parameter(gamma, c, C, 1.0)
     d_gamma = tl.sum(tl.zeros(at.shape, tl.float32), 0, keep_dims=True)
     d_beta = tl.sum(tl.zeros(at.shape, tl.float32), 0, keep_dims=True)
     for block in range(tl.program_id(0), tl.cdiv(P, BP), tl.num_programs(0)):
-        n, p, c, row, column, at = tile_of(block, N, P, C, CHANNELS_FIRST, BN, BC, BP)
-        in_row, in_column, inside = (n < N) & (p < P), (p < P) & (c < C), (n < N) & (p < P) & (c < C)
+        n, p, c, at = tile_of(block, N, P, C, CHANNELS_FIRST, BN, BC, BP)
+        in_row, inside = (n < N) & (p < P), (n < N) & (p < P) & (c < C)
         v = load(x + at, inside)
         g = load(dy + at, inside)
+        row = tl.cast(n, tl.int64) * P + p
         r_F = 1 / tl.sqrt(load(rows + tl.cast(N, tl.int64) * P + row, in_row, 1.0) + eps)
         x_F = (v - load(rows + row, in_row)) * r_F
+        column, in_column = tl.cast(p, tl.int64) * C + c, (p < P) & (c < C)
         r_B = 1 / tl.sqrt(load(var + column, in_column, 1.0) + eps)
         x_B = (v - load(mean + column, in_column)) * r_B
         total, dot_B = tl.sum(g, 0, keep_dims=True), tl.sum(g * x_B, 0, keep_dims=True)

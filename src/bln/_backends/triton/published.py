@@ -119,7 +119,7 @@ class Plan(launch.Plan):
         self.programs = self.join.programs if self.forward is None else self.forward.programs
         features = min(1024, next_power_of_2(c))
         positions = min(max(1, 2048 // features), next_power_of_2(q))
-        sizes, tile = (shape.n, entries, q, c, self.programs), {"BQ": positions, "BC": features, "BF": 1024}
+        sizes, tile = (shape.n, entries, q, c, self.programs), {"BQ": positions, "BC": features, "BF": PROGRAMS}
         self.update = Launch(kernels_of_population.update, cdiv(q, positions), sizes, tile)
 
     def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Any, ...]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,10 +15,15 @@ from torch.utils import _pytree as pytree
 
 from .._models import calibrate as models
 from ..layer import BatchLayerNorm
-from .measure import Measure
+from .measure import Function, measure
 from .per_layer import Assignment
-from .rebatch import count_samples, length, part
-from .vectorize import assigned, differing, one_at_a_time, together
+from .rebatch import count_samples, is_pair, length, part
+from .vectorize import assigned, one_at_a_time, together
+
+Scores = list[list[Any]]
+"""The loss and the metrics of each assignment: numbers, or tensors of one that are left on the device."""
+Results = Iterable[tuple[Any, Any]]
+"""The outputs and targets of each assignment."""
 
 _PROBES = 4
 """Single samples for the check that one pass gives the same losses."""
@@ -38,110 +43,71 @@ class Evaluator:
     Args:
         model: The model, in ``eval()``.
         layers: Its BLN layers.
-        measure: The loss and metrics.
+        functions: The loss and the metrics, each with its name.
         step: ``step(model, batch) -> (outputs, targets)``, or ``None`` for batches of ``(inputs, targets)``.
         single: Each sample of a mini-batch is one of its own.
 
     Attributes:
         why: Why assignments run separately; empty if together, ``None`` before the first mini-batch.
-        width: How many assignments fit in memory together, once more did not.
-        sizes: The most values of each layer's output, in the first mini-batch.
+        width: The most assignments in one pass; ``None`` for all.
     """
 
     model: nn.Module
     layers: Sequence[BatchLayerNorm]
-    measure: Measure
+    functions: Sequence[tuple[str, Function]]
     step: models.Step | None
     single: bool = False
     why: str | None = None
     width: int | None = None
-    sizes: dict[nn.Module, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._device = next(chain(self.model.parameters(), self.model.buffers())).device
 
-    def of_samples(self) -> Evaluator:
-        """Score single samples; where mini-batches run separately, so do they."""
-        return replace(self, single=True, why=self.why or None)
-
-    @property
-    def mode(self) -> str:
-        """How mini-batches run: ``together`` or ``separate``; a rank without any is ``idle``."""
-        return "idle" if self.why is None else "separate" if self.why else "together"
-
-    def __call__(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Tensor, int]:
-        """Score different assignments on a mini-batch.
-
-        Returns:
-            Scores ``(assignments, 1 + metrics)``, left on the device, and the number of samples.
-        """
-        batch = self._on_device(batch)
-        if len(assignments) == 1 and not self.single:
-            return self._separately(batch, assignments)
+    def __call__(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
+        """Score assignments on a mini-batch; return the number of samples, too."""
+        if self.step is None:
+            if not is_pair(batch):
+                raise ValueError(
+                    f"expected batches of (inputs, targets), got a {type(batch).__name__}; inputs may be a tensor, a "
+                    "tuple or a dict. For other batches pass step=, a function step(model, batch) that returns "
+                    "(outputs, targets), such as step=lambda model, batch: (model(batch['inputs']), batch['labels'])"
+                )
+            batch = models.to_device(batch, self._device)  # once for all assignments
         if self.why is None:
-            scores = self._check(part(batch, 0, _PROBES) if self.single else batch, assignments)
-            if not self.single:
-                return scores
+            self.why = self._compare(part(batch, 0, _PROBES) if self.single else batch, assignments)
         if not self.why:
             try:
-                results = self._together(batch, assignments)
+                return self._scores(self._together(batch, assignments), batch)
             except Exception as error:  # whatever the model cannot do vectorized, it can do without
                 self.why = _headline(error)
-            else:
-                return self._scores(results, batch)
         return self._separately(batch, assignments)
 
-    def _check(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Tensor, int]:
-        """Return the scores of separate evaluations, and note whether one pass gives other losses."""
-
-        def measure(layer: nn.Module, _: Any, y: Tensor) -> None:
-            self.sizes[layer] = max(self.sizes.get(layer, 0), y.numel())
-
-        hooks = [layer.register_forward_hook(measure) for layer in self.layers]
+    def _compare(self, batch: Any, assignments: Sequence[Assignment]) -> str:
+        """Evaluate in both ways; return why one pass will not do, or nothing."""
+        sizes = [1]
+        hooks = [layer.register_forward_hook(lambda _, __, y: sizes.append(y.numel())) for layer in self.layers]
         try:
-            scores = self._separately(batch, assignments)
+            expected, _ = self._separately(batch, assignments)
         finally:
             for hook in hooks:
                 hook.remove()
-        self.why = ""
+        if self._device.type == "cpu":
+            self.width = max(_CPU_COPIES, _CPU_NUMBERS // max(sizes))
         try:
             results = self._together(batch, assignments)
-            losses, expected = (found[:, 0].cpu().double() for found, _ in (self._scores(results, batch), scores))
-            within = _tolerance(self._device, [outputs for outputs, _ in results])
-            if not torch.allclose(losses, expected, rtol=within, atol=within, equal_nan=True):
-                self.why = "together they have other losses"
+            found, _ = self._scores(results, batch)
         except Exception as error:
-            self.why = _headline(error)
-        return scores
+            return _headline(error)
+        within = _tolerance(self._device, [outputs for outputs, _ in results])
+        losses, others = (torch.tensor(scores, dtype=torch.float64)[:, 0] for scores in (found, expected))
+        alike = torch.allclose(losses, others, rtol=within, atol=within, equal_nan=True)
+        return "" if alike else "together they have other losses"
 
-    def _on_device(self, batch: Any) -> Any:
-        """Move a batch of ``(inputs, targets)``, once for all assignments."""
-        if self.step is not None:
-            return batch
-        if isinstance(batch, tuple | list) and len(batch) == 2:
-            return models.to_device(batch, self._device)
-        what, step = type(batch).__name__, "(model(batch), targets)"
-        if isinstance(batch, Mapping):
-            what += f" with {', '.join(map(repr, batch))}"
-            step = "(model(batch['inputs']), batch['labels'])"
-        elif isinstance(batch, tuple | list):
-            what += f" of {len(batch)}"
-            step = "(model(*batch[:-1]), batch[-1])"
-        raise ValueError(
-            f"expected batches of (inputs, targets), got a {what}; inputs may be a tensor, a tuple or a dict. For "
-            "other batches pass step=, a function step(model, batch) that returns (outputs, targets), such as "
-            f"step=lambda model, batch: {step}"
-        )
+    def _together(self, batch: Any, assignments: Sequence[Assignment]) -> list[tuple[Any, Any]]:
+        run = partial(one_at_a_time, self._run, batch) if self.single else partial(self._run, batch)
+        return together(run, self.layers, assignments, self.width)
 
-    def _run(self, batch: Any) -> tuple[Any, Any]:
-        if self.step is None:
-            return models.run(self.model, batch), batch[1]
-        result = self.step(self.model, batch)
-        if not (isinstance(result, tuple | list) and len(result) == 2):
-            raise ValueError(f"step(model, batch) must return (outputs, targets), got {type(result).__name__}")
-        return result[0], result[1]
-
-    def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Tensor, int]:
+    def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
         def results(batch: Any) -> Iterator[tuple[Any, Any]]:
             for assignment in assignments:
                 with assigned(self.layers, assignment):
@@ -150,49 +116,23 @@ class Evaluator:
         if not self.single:
             return self._scores(results(batch), batch)
         samples = [part(batch, at, at + 1) for at in range(count_samples(batch))]
-        values = [self._scores(results(sample), sample)[0] for sample in samples]
-        return torch.stack(values).cpu().double().mean(0), len(values)
+        scores = [self._scores(results(sample), sample)[0] for sample in samples]
+        return torch.tensor(scores, dtype=torch.float64).mean(0).tolist(), len(samples)
 
-    def _together(self, batch: Any, assignments: Sequence[Assignment]) -> list[tuple[Any, Any]]:
-        """Outputs and targets of each assignment; as many in one pass as fit in memory."""
-        results: list[tuple[Any, Any]] = []
-        while len(results) < len(assignments):
-            chunk = assignments[len(results) : len(results) + self._copies(assignments)]
-            try:
-                results += self._pass(batch, chunk)
-                continue
-            except (RuntimeError, MemoryError) as error:
-                if not _out_of_memory(error) or len(chunk) == 1:
-                    raise
-            # Here and not above, where the exception still keeps the failed pass's tensors alive.
-            self.width = len(chunk) // 2
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        return results
+    def _run(self, batch: Any) -> tuple[Any, Any]:
+        if self.step is None:
+            return models.run(self.model, batch), batch[1]
+        result = self.step(self.model, batch)
+        if not is_pair(result):
+            raise ValueError(f"step(model, batch) must return (outputs, targets), got {type(result).__name__}")
+        return result[0], result[1]
 
-    def _pass(self, batch: Any, assignments: Sequence[Assignment]) -> list[tuple[Any, Any]]:
-        if self.single or self.step is not None:
-            run = partial(one_at_a_time, self._run, batch) if self.single else partial(self._run, batch)
-            return together(run, self.model, self.layers, assignments)
-        outputs = together(partial(models.run, self.model, batch), self.model, self.layers, assignments)
-        return [(output, batch[1]) for output in outputs]  # targets are not the model's, and may be anything
-
-    def _copies(self, assignments: Sequence[Assignment]) -> int:
-        """How many assignments run in one pass."""
-        copies = self.width or len(assignments)
-        if self._device.type == "cpu" and (changing := differing(assignments)):
-            largest = max(1, *(self.sizes.get(layer, 0) for layer in self.layers[changing[0] :]))
-            copies = min(copies, max(_CPU_COPIES, _CPU_NUMBERS // largest))
-        return math.ceil(len(assignments) / math.ceil(len(assignments) / copies))  # passes of about one size
-
-    def _scores(self, results: Iterable[tuple[Any, Any]], batch: Any) -> tuple[Tensor, int]:
-        values, samples = list[Tensor](), 0
+    def _scores(self, results: Results, batch: Any) -> tuple[Scores, int]:
+        scores, samples = [], 0
         for outputs, targets in results:
-            values += self.measure(outputs, targets, batch)
+            scores.append([measure(name, function, outputs, targets) for name, function in self.functions])
             samples = samples or length(targets, outputs, batch)
-        if len({(value.device, value.dtype) for value in values}) > 1:
-            values = [value.cpu().double() for value in values]
-        return torch.stack(values).reshape(-1, 1 + len(self.measure.metrics)), samples
+        return scores, samples
 
 
 def _tolerance(device: torch.device, outputs: Any) -> float:
@@ -205,14 +145,10 @@ def _tolerance(device: torch.device, outputs: Any) -> float:
     types = {
         leaf.dtype for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
     }
-    types |= {torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else set()
+    if torch.is_autocast_enabled(device.type):
+        types.add(torch.get_autocast_dtype(device.type))
     tf32 = 2.0**-10 if device.type == "cuda" else 0.0  # on for convolutions unless switched off
     return math.sqrt(max(tf32, *(torch.finfo(dtype).eps for dtype in types or {torch.float32})))
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in said or "can't allocate memory" in said
 
 
 def _headline(error: Exception) -> str:

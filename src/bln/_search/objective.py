@@ -27,6 +27,8 @@ class Objective:
     """
 
     evaluator: Evaluator
+    singles: Evaluator
+    """Scores samples one at a time."""
     names: Sequence[str]
     configs: Sequence[StatisticsConfig]
     robust: bool
@@ -35,10 +37,8 @@ class Objective:
     rows: dict[Assignment, Row] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
     """The mini-batches, if they are kept."""
-    orders: dict[str, Sequence[Any]] = field(default_factory=dict)
+    orders: dict[str, Iterable[Any]] = field(default_factory=dict)
     """The same samples in other mini-batches, by name."""
-    singles: Evaluator | None = None
-    """Scores samples one at a time."""
 
     @property
     def shared(self) -> list[Assignment]:
@@ -63,9 +63,7 @@ class Objective:
         """The loss of each, of the worst order of samples if robust."""
         unknown = [assignment for assignment in assignments if assignment not in self.rows]
         for assignment, score in zip(unknown, self._average(unknown, self.held, what)[0], strict=True):
-            alike = len(set(assignment)) == 1
-            config = assignment[0] if alike else dict(zip(self.names, assignment, strict=True))
-            self.rows[assignment] = Row(config, score)
+            self.rows[assignment] = Row(dict(zip(self.names, assignment, strict=True)), score)
         if self.robust:
             self.rebatch(assignments, what)
         return [ranking_score(self.rows[assignment], self.robust).loss for assignment in assignments]
@@ -73,11 +71,8 @@ class Objective:
     def rebatch(self, assignments: Sequence[Assignment], what: str) -> None:
         """Score every order of samples."""
         unknown = [assignment for assignment in assignments if not self.rows[assignment].rebatched]
-        if self.singles is None:
-            self.singles = self.evaluator.of_samples()
         for name, batches in self.orders.items():
-            evaluator = self.singles if name == "single" else self.evaluator
-            scores, _ = self._average(unknown, batches, f"{what}, {name}", evaluator)
+            scores, _ = self._average(unknown, batches, f"{what}, {name}", single=name == "single")
             for assignment, score in zip(unknown, scores, strict=True):
                 self.rows[assignment].rebatched[name] = score
 
@@ -86,29 +81,27 @@ class Objective:
         assignments: Sequence[Assignment],
         batches: Iterable[Any],
         what: str,
-        evaluator: Evaluator | None = None,
+        single: bool = False,
         statistics: Sequence[Snapshots] = ((),),
         keep: bool = False,
     ) -> tuple[list[Score], list[int]]:
         """Average scores over the mini-batches of all ranks, with each of these statistics; return the sizes, too."""
         if not assignments:
             return [], []
-        evaluator = evaluator or self.evaluator
-        layers, metrics = evaluator.layers, evaluator.measure.metrics
+        evaluator = self.singles if single else self.evaluator
         found, sizes = [], []
         # The progress bar is closed before an exception is printed.
         with closing(track(batches, what)) if self.progress else nullcontext(batches) as tracked:
             for batch in tracked:
                 for snapshots in statistics:
-                    restore(layers, snapshots)
+                    restore(evaluator.layers, snapshots)
                     values, samples = evaluator(batch, assignments)
-                    found.append(values)
+                    found += values
                 sizes.append(samples)
                 self.held += [batch] * keep
-        restore(layers, statistics[0])
-        # Only here is a device waited for.
-        values = torch.cat([torch.empty(0, 1 + len(metrics), dtype=torch.float64), *(v.cpu().double() for v in found)])
-        values = values.reshape(len(sizes), len(statistics) * len(assignments), 1 + len(metrics))
-        values = self.ranks.gather(values)
+        restore(evaluator.layers, statistics[0])
+        metrics = [name for name, _ in evaluator.functions[1:]]
+        values = torch.tensor(found, dtype=torch.float64)  # only here is a device waited for
+        values = self.ranks.gather(values.reshape(len(sizes), len(statistics) * len(assignments), 1 + len(metrics)))
         sizes = self.ranks.gather(torch.tensor(sizes, dtype=torch.int64)).tolist()
         return averages(values.tolist(), sizes, metrics), sizes

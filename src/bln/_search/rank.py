@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
@@ -16,13 +16,12 @@ from .._distributed.ranks import Ranks
 from .._models import calibrate as models
 from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
-from ..population import Population
 from .evaluate import Evaluator
-from .measure import Function, Measure, Metrics
+from .measure import Function, Metrics, functions
 from .objective import Objective
 from .per_layer import search_layers
-from .rebatch import reorder_on
-from .result import DEPENDS_ON_BATCH, Row, SearchResult, preferred, ranked
+from .rebatch import reorder
+from .result import DEPENDS_ON_BATCH, SearchResult, preferred, ranked
 from .vectorize import assigned
 
 if TYPE_CHECKING:
@@ -97,13 +96,12 @@ def search(
         True
     """
     found = models.required_layers(model)
-    measure = Measure(loss, metrics)
+    scored = functions(loss, metrics)
     configs = choices(candidates)
     models.check_batches(batches)
     _check(per_layer, sampler, storage, trials)
     _warn_of_leak(batches, calibrate)
     rebatch = rebatch or robust
-    notes = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move."]
     ranks = Ranks(process_group, model)
     progress = progress and ranks.rank == 0
     layers = list(found.values())
@@ -114,39 +112,21 @@ def search(
         if calibrate is not None:
             models.calibrate_on(ranks, model, calibrate, step, progress)
             statistics.insert(0, models.snapshots(layers))
-        evaluator = Evaluator(models.unwrapped(model), layers, measure, step)
-        objective = Objective(evaluator, list(found), configs, robust, progress, ranks)
+        evaluators = [Evaluator(models.unwrapped(model), layers, scored, step, single) for single in (False, True)]
+        objective = Objective(*evaluators, list(found), configs, robust, progress, ranks)
         samples = objective.first_pass(batches, per_layer or rebatch, statistics)
         if rebatch:
-            objective.orders = reorder_on(ranks, objective.held)
+            objective.orders = reorder(ranks, objective.held)
             objective.rebatch(objective.shared, "rebatch")
-        if per_layer:
-            notes += search_layers(objective, sampler, storage, study, trials)
-            if rebatch:
-                rows = ranked(list(objective.rows.values()), robust)
-                leading = {id(rows[0]), id(preferred(rows, robust))}
-                objective.rebatch([a for a, row in objective.rows.items() if id(row) in leading], "rebatch the best")
+        of_study = search_layers(objective, sampler, storage, study, trials) if per_layer else []
+        rows = ranked(objective.rows.values(), robust)
+        if rebatch:
+            leading = {id(rows[0]), id(preferred(rows, robust))}
+            objective.rebatch([a for a, row in objective.rows.items() if id(row) in leading], "rebatch the best")
 
-    rows = ranked(list(objective.rows.values()), robust)
-    notes += _notes(rows, objective, found)
-    calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
-    return SearchResult(rows, evaluator.mode, tuple(notes), sum(samples), len(samples), robust, calibrated)
-
-
-# ---- notes
-
-
-def _notes(rows: Sequence[Row], objective: Objective, found: Mapping[str, BatchLayerNorm]) -> list[str]:
-    """What to know about the population statistics and the losses, and how they were computed."""
-    evaluator, notes = objective.evaluator, []
-    gains = [(row.uncalibrated.loss - row.loss, row) for row in rows if row.uncalibrated is not None]
-    if gains:
-        _, row = max(gains, key=lambda gain: -math.inf if math.isnan(gain[0]) else gain[0])
-        assert row.uncalibrated is not None
-        notes.append(
-            f"Population statistics were recomputed under frozen weights; most is gained by {row.label}: loss "
-            f"{row.uncalibrated.loss:.4f} before, {row.loss:.4f} now. apply() puts them in place."
-        )
+    notes = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move.", *of_study]
+    if calibrate is not None:
+        notes.append("Population statistics were recomputed under frozen weights. apply() puts them in place.")
     else:
         notes.append(
             "Population statistics averaged while the weights still moved can ruin rows with T; "
@@ -154,25 +134,20 @@ def _notes(rows: Sequence[Row], objective: Objective, found: Mapping[str, BatchL
         )
         if untrained := [name for name, layer in found.items() if not layer.population.updates.any()]:
             notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
-    if any(layer.memory is not None for layer in found.values()):
+    if any(layer.memory is not None for layer in layers):
         notes.append("Each mini-batch was scored by itself, without the requests that layers remember.")
     if useless := sum(math.isnan(row.loss) for row in rows):
         notes.append(f"{useless} configurations have a NaN loss and come last.")
-    evaluators = [evaluator] if objective.singles is None else [evaluator, objective.singles]
-    if widths := [one.width for one in evaluators if one.width is not None]:
-        notes.append(
-            f"{len(objective.shared)} copies of a batch did not fit in memory: {min(widths)} configurations ran "
-            "together. Samples were not split, since they share statistics."
-        )
-    for one in evaluators:
-        if one.why and (one is evaluator or one.why != evaluator.why):
-            what = "Single samples" if one.single else "The configurations"
-            notes.append(f"{what} ran separately, since the model does not run them together: {one.why}.")
-    if objective.orders and "sorted" not in objective.orders:
+    for what, evaluator in zip(("The configurations", "Single samples"), evaluators, strict=True):
+        if evaluator.why:
+            notes.append(f"{what} ran separately, since the model does not run them together: {evaluator.why}.")
+    if rebatch and "sorted" not in objective.orders:
         notes.append("Not sorted by label: targets do not hold one value for each sample.")
     if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:
         notes.append(f"These collapse when the same samples are batched differently: {'; '.join(collapsing)}.")
-    return notes
+    calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
+    mode = "separate" if evaluators[0].why else "together"
+    return SearchResult(rows, mode, tuple(notes), sum(samples), len(samples), robust, calibrated)
 
 
 # ---- checks, and the model as it was found
@@ -206,8 +181,7 @@ def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
     Memories of requests are set aside: what one configuration leaves there would be among the statistics of the next.
     """
     populations, memories = models.snapshots(layers), [layer.memory for layer in layers]
-    ours = {id(b) for module in model.modules() if isinstance(module, Population) for b in module.buffers()}
-    others = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in ours]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with models.preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
         try:
             for layer in layers:
@@ -217,5 +191,5 @@ def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
             for layer, memory in zip(layers, memories, strict=True):
                 layer._memory = memory
             models.restore(layers, populations)
-            for buffer, value in others:
+            for buffer, value in buffers:
                 buffer.copy_(value)

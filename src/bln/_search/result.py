@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -328,7 +328,7 @@ def nan_last(cost: float) -> tuple[bool, float]:
     return math.isnan(cost), cost
 
 
-def ranked(rows: Sequence[Row], robust: bool) -> tuple[Row, ...]:
+def ranked(rows: Iterable[Row], robust: bool) -> tuple[Row, ...]:
     """Sort rows by loss, then by the first metric, of the worst order of samples if ``robust``; NaN last."""
 
     def key(row: Row) -> tuple[bool, float, float]:

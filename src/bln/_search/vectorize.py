@@ -9,12 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..config import StatisticsConfig
@@ -43,9 +43,9 @@ def differing(assignments: Sequence[Assignment]) -> list[int]:
 
 
 def together(
-    function: Callable[[], Any], model: nn.Module, layers: Sequence[BatchLayerNorm], assignments: Sequence[Assignment]
+    function: Callable[[], Any], layers: Sequence[BatchLayerNorm], assignments: Sequence[Assignment], width: int
 ) -> list[Any]:
-    """Call ``function``, which runs the model, with each assignment in one pass; return its results."""
+    """Call ``function``, which runs the model, with ``width`` assignments in each pass; return its results."""
     if len(assignments) == 1:
         with assigned(layers, assignments[0]):
             return [function()]
@@ -54,16 +54,15 @@ def together(
         _priors(tuple(assignment[at] for assignment in assignments), layers[at].population.batch_mean.device)
         for at in changing
     ]
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
     def run(*rows: Tensor) -> Any:
         configs: list[Any] = list(assignments[0])
         for at, row in zip(changing, rows, strict=True):
             configs[at] = _Stacked(*row.unbind())
-        with assigned(layers, configs), _folding(recurrent):
+        with assigned(layers, configs):
             return function()
 
-    stacked = _vectorized(run, tables)
+    stacked = _vectorized(run, tables, width)
     return [pytree.tree_map_only(Tensor, itemgetter(at), stacked) for at in range(len(assignments))]
 
 
@@ -89,7 +88,7 @@ def one_at_a_time(function: Callable[[Any], Any], batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.flatten(0, 1), stacked)
 
 
-def _vectorized(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+def _vectorized(function: Callable[..., Any], inputs: Sequence[Tensor], width: int | None = None) -> Any:
     """Call ``function`` on each entry of the inputs' first dimension; return its result, its tensors stacked."""
     known: list[Any] = []
 
@@ -102,7 +101,7 @@ def _vectorized(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
 
     with warnings.catch_warnings():  # where an operator has no rule, it runs once for each copy
         warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
-        stacked = iter(torch.vmap(tensors)(*inputs))
+        stacked = iter(torch.vmap(tensors, chunk_size=width)(*inputs))
     leaves, spec = known
     return pytree.tree_unflatten([next(stacked) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
@@ -111,57 +110,3 @@ def _vectorized(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
 def _priors(configs: tuple[StatisticsConfig, ...], device: torch.device) -> Tensor:
     """The prior strengths of each copy, ``(copies, 4)``."""
     return torch.tensor([config.priors for config in configs], device=device)
-
-
-# ---- a rule for torch.vmap that recurrent modules lack
-
-
-@contextmanager
-def _folding(modules: Sequence[nn.RNNBase]) -> Iterator[None]:
-    """Give recurrent modules a ``forward`` with the rule."""
-    before = [(vars(module), vars(module).copy()) for module in modules]
-    try:
-        for module in modules:
-            module.forward = partial(_recur, module.forward, 0 if module.batch_first else 1)
-        yield
-    finally:
-        for attributes, kept in before:
-            attributes.pop("forward")
-            attributes |= kept
-
-
-def _recur(forward: Callable[..., Any], samples: int, x: Any, hx: Any = None) -> Any:
-    """Run a recurrent ``forward`` on an input with samples along the dimension ``samples``."""
-    if not isinstance(x, Tensor) or x.dim() != 3:  # a packed sequence or a single sample: no rule for those
-        return forward(x, hx)
-    states = hx if isinstance(hx, tuple) else () if hx is None else (hx,)
-    output, *states = _Recurrence.apply(forward, samples, x, *states)  # type: ignore[no-untyped-call]
-    return output, tuple(states) if len(states) > 1 else states[0]
-
-
-class _Recurrence(torch.autograd.Function):
-    """A recurrent module to which copies of a mini-batch are more samples. It has no backward."""
-
-    @staticmethod
-    def forward(forward: Callable[..., Any], samples: int, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        output, after = forward(x, states if len(states) > 1 else states[0] if states else None)
-        return (output, *after) if isinstance(after, tuple) else (output, after)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], forward: Callable[..., Any], samples: int, *tensors: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Concatenate the copies along the dimension of samples, which is 1 in all states."""
-        folded = []
-        for tensor, copies, at in zip(tensors, in_dims[2:], (samples, 1, 1), strict=False):
-            if copies is None:
-                tensor, copies = tensor.expand(info.batch_size, *tensor.shape), 0
-            folded.append(tensor.movedim(copies, at).flatten(at, at + 1))
-        results = _Recurrence.apply(forward, samples, *folded)  # type: ignore[no-untyped-call]
-        dims = samples, 1, 1
-        unfolded = tuple(r.unflatten(at, (info.batch_size, -1)) for r, at in zip(results, dims, strict=False))
-        return unfolded, dims[: len(results)]

@@ -21,9 +21,7 @@ from .rebatch import count_samples, is_pair, length, part
 from .vectorize import assigned, one_at_a_time, together
 
 Scores = list[list[Any]]
-"""The loss and the metrics of each assignment: numbers, or tensors of one that are left on the device."""
-Results = Iterable[tuple[Any, Any]]
-"""The outputs and targets of each assignment."""
+"""The loss and the metrics of each assignment: numbers, or tensors without dimensions, left on their device."""
 
 _PROBES = 4
 """Single samples for the check that one pass gives the same losses."""
@@ -36,29 +34,20 @@ time of separate evaluations and 16 take 1.7 times as long."""
 
 @dataclass
 class Evaluator:
-    """Scores assignments on mini-batches.
+    """Scores assignments on mini-batches, or if ``single`` on each of their samples alone.
 
     The first mini-batch is evaluated in both ways. If the losses are the same, assignments run together from there on.
-
-    Args:
-        model: The model, in ``eval()``.
-        layers: Its BLN layers.
-        functions: The loss and the metrics, each with its name.
-        step: ``step(model, batch) -> (outputs, targets)``, or ``None`` for batches of ``(inputs, targets)``.
-        single: Each sample of a mini-batch is one of its own.
-
-    Attributes:
-        why: Why assignments run separately; empty if together, ``None`` before the first mini-batch.
-        width: The most assignments in one pass; ``None`` for all.
     """
 
     model: nn.Module
     layers: Sequence[BatchLayerNorm]
     functions: Sequence[tuple[str, Function]]
     step: models.Step | None
-    single: bool = False
+    single: bool
     why: str | None = None
+    """Why assignments run separately; empty if together, ``None`` before the first mini-batch."""
     width: int | None = None
+    """The most assignments in one pass; ``None`` for all."""
 
     def __post_init__(self) -> None:
         self._device = next(chain(self.model.parameters(), self.model.buffers())).device
@@ -127,7 +116,7 @@ class Evaluator:
             raise ValueError(f"step(model, batch) must return (outputs, targets), got {type(result).__name__}")
         return result[0], result[1]
 
-    def _scores(self, results: Results, batch: Any) -> tuple[Scores, int]:
+    def _scores(self, results: Iterable[tuple[Any, Any]], batch: Any) -> tuple[Scores, int]:
         scores, samples = [], 0
         for outputs, targets in results:
             scores.append([measure(name, function, outputs, targets) for name, function in self.functions])
@@ -142,13 +131,12 @@ def _tolerance(device: torch.device, outputs: Any) -> float:
     most where a variance is near 0, but seldom by 1/sqrt(epsilon), 3,000 in float32; and a false alarm costs time, not
     truth. Statistics that leak from one copy to the next change outputs by as much as configurations differ.
     """
-    types = {
-        leaf.dtype for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    }
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    types = {leaf.dtype for leaf in leaves} or {torch.float32}
     if torch.is_autocast_enabled(device.type):
         types.add(torch.get_autocast_dtype(device.type))
     tf32 = 2.0**-10 if device.type == "cuda" else 0.0  # on for convolutions unless switched off
-    return math.sqrt(max(tf32, *(torch.finfo(dtype).eps for dtype in types or {torch.float32})))
+    return math.sqrt(max(tf32, *(torch.finfo(dtype).eps for dtype in types)))
 
 
 def _headline(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from .._masks import is_host_readable
 
 Function = Callable[[Any, Any], Any]
 """``f(outputs, targets)``, the mean over the mini-batch's samples."""
-Metrics = str | Sequence[str] | Mapping[str, Function | str]
+Metrics = str | Mapping[str, Function]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -40,19 +40,15 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def functions(loss: Function, metrics: Metrics | None) -> list[tuple[str, Function]]:
     """The loss and the metrics, each with its name."""
+    named = {"accuracy": accuracy} if metrics == "accuracy" else metrics or {}
     if not callable(loss):
         raise TypeError(f"loss must be a function loss(outputs, targets), such as F.cross_entropy; got {loss!r}")
-    if callable(metrics):
-        raise TypeError(f"metrics must be 'accuracy', or functions by name, as in {{'share': share}}; got {metrics!r}")
-    names = [metrics] if isinstance(metrics, str) else metrics or ()
-    found = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
-    for name, given in found.items():
-        found[name] = accuracy if given == "accuracy" else given
-        if not callable(found[name]):
-            raise ValueError(
-                f"metric {name!r} is {given!r}, expected a function metric(outputs, targets) or one of 'accuracy'"
-            )
-    return [("loss", loss), *found.items()]
+    if not (isinstance(named, Mapping) and all(map(callable, named.values()))):
+        raise TypeError(
+            "metrics must be 'accuracy', or functions metric(outputs, targets) by name, as in {'share': share}; got "
+            f"{metrics!r}"
+        )
+    return [("loss", loss), *named.items()]
 
 
 def measure(name: str, function: Function, outputs: Any, targets: Any) -> Any:

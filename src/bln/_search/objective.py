@@ -16,7 +16,7 @@ from .._progress import track
 from ..config import StatisticsConfig
 from .evaluate import Evaluator
 from .per_layer import Assignment
-from .result import Row, Score, averages, ranking_score
+from .result import Row, Score, averages
 
 
 @dataclass
@@ -56,17 +56,18 @@ class Objective:
             raise ValueError("search got no batches; was the iterable used up before?")
         before = scores[len(shared) :]
         for assignment, score, uncalibrated in zip_longest(shared, scores[: len(shared)], before):
-            self.rows[assignment] = Row(assignment[0], score, uncalibrated=uncalibrated)
+            self.rows[assignment] = Row(**vars(score), config=assignment[0], uncalibrated=uncalibrated)
         return samples
 
     def costs(self, assignments: Sequence[Assignment], what: str) -> list[float]:
         """The loss of each, of the worst order of samples if robust."""
         unknown = [assignment for assignment in assignments if assignment not in self.rows]
         for assignment, score in zip(unknown, self._average(unknown, self.held, what)[0], strict=True):
-            self.rows[assignment] = Row(dict(zip(self.names, assignment, strict=True)), score)
+            self.rows[assignment] = Row(**vars(score), config=dict(zip(self.names, assignment, strict=True)))
         if self.robust:
             self.rebatch(assignments, what)
-        return [ranking_score(self.rows[assignment], self.robust).loss for assignment in assignments]
+        rows = [self.rows[assignment] for assignment in assignments]
+        return [(row.worst if self.robust else row).loss for row in rows]
 
     def rebatch(self, assignments: Sequence[Assignment], what: str) -> None:
         """Score every order of samples."""
@@ -89,19 +90,19 @@ class Objective:
         if not assignments:
             return [], []
         evaluator = self.singles if single else self.evaluator
-        found, sizes = [], []
+        found, samples = list[list[Any]](), list[int]()
         # The progress bar is closed before an exception is printed.
         with closing(track(batches, what)) if self.progress else nullcontext(batches) as tracked:
             for batch in tracked:
                 for snapshots in statistics:
                     restore(evaluator.layers, snapshots)
-                    values, samples = evaluator(batch, assignments)
-                    found += values
-                sizes.append(samples)
+                    scores, number = evaluator(batch, assignments)
+                    found += scores
+                samples.append(number)
                 self.held += [batch] * keep
         restore(evaluator.layers, statistics[0])
         metrics = [name for name, _ in evaluator.functions[1:]]
         values = torch.tensor(found, dtype=torch.float64)  # only here is a device waited for
-        values = self.ranks.gather(values.reshape(len(sizes), len(statistics) * len(assignments), 1 + len(metrics)))
-        sizes = self.ranks.gather(torch.tensor(sizes, dtype=torch.int64)).tolist()
-        return averages(values.tolist(), sizes, metrics), sizes
+        values = self.ranks.gather(values.reshape(len(samples), len(statistics) * len(assignments), 1 + len(metrics)))
+        samples = self.ranks.gather(torch.tensor(samples, dtype=torch.int64)).tolist()
+        return averages(values.tolist(), samples, metrics), samples

@@ -29,22 +29,16 @@ _SAME = 1e-3
 """The best shared cost may differ by this share between the machines that work on one study."""
 
 
-def search_layers(objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None) -> list[str]:
-    """Look for configurations of single layers, from the shared ones on; return what to know about that."""
+def search_layers(objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None) -> None:
+    """Look for configurations of single layers, from the shared ones on."""
     shared = dict(zip(objective.shared, objective.costs(objective.shared, "search"), strict=True))
     if sampler is None:
         _descend(objective, min(shared, key=lambda assignment: nan_last(shared[assignment])))
-        return []
-    trials = len(objective.configs) * len(objective.names) if trials is None else trials
-    known = 0
-    if objective.ranks.rank == 0:  # alone talks to the study
-        known = _explore(objective, shared, sampler, storage, study, trials)
-        _cost_on_all(objective, None)
+    elif objective.ranks.rank == 0:  # alone talks to the study
+        trials = len(objective.configs) * len(objective.names) if trials is None else trials
+        _explore(objective, shared, sampler, storage, study, trials)
     else:
-        while _cost_on_all(objective, None) is not None:
-            pass
-    known = objective.ranks.tell([known])[0]
-    return [f"The study {study!r} was resumed: it had {known} finished trials of {trials}."] if known else []
+        _follow(objective)
 
 
 def _descend(objective: Objective, best: Assignment) -> None:
@@ -66,17 +60,23 @@ def _descend(objective: Objective, best: Assignment) -> None:
 # ---- by Optuna
 
 
-def _cost_on_all(objective: Objective, assignment: Assignment | None, what: str = "study") -> float | None:
-    """Evaluate rank 0's assignment on all ranks and return its cost; without one, that is the end."""
-    indices = map(objective.configs.index, assignment) if assignment else [-1] * len(objective.names)
-    indices = objective.ranks.tell([*indices])
-    return None if indices[0] < 0 else objective.costs([tuple(objective.configs[at] for at in indices)], what)[0]
+def _lead(objective: Objective, assignment: Assignment, what: str) -> float:
+    """Return the cost of an assignment, and tell the other ranks of it."""
+    objective.ranks.tell([*map(objective.configs.index, assignment)])
+    return objective.costs([assignment], what)[0]
+
+
+def _follow(objective: Objective) -> None:
+    """Evaluate what rank 0 asks for until it asks for nothing."""
+    nothing = [-1] * len(objective.names)
+    while (indices := objective.ranks.tell(nothing)) != nothing:
+        objective.costs([tuple(objective.configs[at] for at in indices)], "study")
 
 
 def _explore(
     objective: Objective, shared: Mapping[Assignment, float], sampler: Any, storage: Any, name: str, trials: int
-) -> int:
-    """Run the study until it has ``trials`` finished trials; return how many it had before.
+) -> None:
+    """Run the study until it has ``trials`` finished trials.
 
     The shared configurations are added as finished trials: they cost nothing more, the sampler learns from them, and
     the best of the study is never worse than they are.
@@ -94,7 +94,7 @@ def _explore(
     def cost(trial: Any) -> float:
         trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
         chosen = read({layer: trial.suggest_categorical(layer, choices) for layer in names})
-        found = _cost_on_all(objective, chosen, f"trial {trial.number}")
+        found = _lead(objective, chosen, f"trial {trial.number}")
         return math.inf if math.isnan(found) else found  # a NaN would fail the trial, and another be asked for
 
     with _opened(optuna, storage) as opened:
@@ -106,16 +106,14 @@ def _explore(
             params = dict(zip(names, map(str, assignment), strict=True))
             if params not in given and not math.isnan(value):
                 given.append(params)
-                known = {"params": params, "distributions": distributions, "user_attrs": {"shared": True}}
+                known: Any = {"params": params, "distributions": distributions, "user_attrs": {"shared": True}}
                 study.add_trial(optuna.trial.create_trial(value=value, **known))
-        complete = (optuna.trial.TrialState.COMPLETE,)
-        before = len(study.get_trials(states=complete)) - len(given)
-        if before < trials:
-            study.optimize(cost, callbacks=[optuna.study.MaxTrialsCallback(trials + len(given), complete)])
-        _cost_on_all(
-            objective, read(study.best_trial.params), "the best of the study"
-        )  # another process may have found it
-    return before
+        states, wanted = (optuna.trial.TrialState.COMPLETE,), trials + len(given)
+        if len(study.get_trials(states=states)) < wanted:
+            study.optimize(cost, callbacks=[optuna.study.MaxTrialsCallback(wanted, states)])
+        best = read(study.best_trial.params)
+    _lead(objective, best, "the best of the study")  # another process may have found it
+    objective.ranks.tell([-1] * len(names))
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import index
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from .measure import Function, Metrics, functions
 from .objective import Objective
 from .per_layer import search_layers
 from .rebatch import reorder
-from .result import DEPENDS_ON_BATCH, SearchResult, preferred, ranked
+from .result import DEPENDS_ON_BATCH, SearchResult
 from .vectorize import assigned
 
 if TYPE_CHECKING:
@@ -112,19 +112,24 @@ def search(
         if calibrate is not None:
             models.calibrate_on(ranks, model, calibrate, step, progress)
             statistics.insert(0, models.snapshots(layers))
-        evaluators = [Evaluator(models.unwrapped(model), layers, scored, step, single) for single in (False, True)]
-        objective = Objective(*evaluators, list(found), configs, robust, progress, ranks)
+        evaluator = Evaluator(models.unwrapped(model), layers, scored, step, single=False)
+        singles = replace(evaluator, single=True)
+        objective = Objective(evaluator, singles, list(found), configs, robust, progress, ranks)
         samples = objective.first_pass(batches, per_layer or rebatch, statistics)
         if rebatch:
             objective.orders = reorder(ranks, objective.held)
             objective.rebatch(objective.shared, "rebatch")
-        of_study = search_layers(objective, sampler, storage, study, trials) if per_layer else []
-        rows = ranked(objective.rows.values(), robust)
-        if rebatch:
-            leading = {id(rows[0]), id(preferred(rows, robust))}
-            objective.rebatch([a for a, row in objective.rows.items() if id(row) in leading], "rebatch the best")
+        if per_layer:
+            search_layers(objective, sampler, storage, study, trials)
+        mode = "separate" if evaluator.why else "together"
+        calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
+        rows = list(objective.rows.values())
+        result = SearchResult(rows, mode, (), sum(samples), len(samples), robust, calibrated)
+        if rebatch and not result.all_nan:
+            leading = [a for a, row in objective.rows.items() if row is result.best or row is result.lowest]
+            objective.rebatch(leading, "rebatch the best")
 
-    notes = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move.", *of_study]
+    notes = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move."]
     if calibrate is not None:
         notes.append("Population statistics were recomputed under frozen weights. apply() puts them in place.")
     else:
@@ -136,18 +141,16 @@ def search(
             notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
     if any(layer.memory is not None for layer in layers):
         notes.append("Each mini-batch was scored by itself, without the requests that layers remember.")
-    if useless := sum(math.isnan(row.loss) for row in rows):
+    if useless := sum(math.isnan(row.loss) for row in result):
         notes.append(f"{useless} configurations have a NaN loss and come last.")
-    for what, evaluator in zip(("The configurations", "Single samples"), evaluators, strict=True):
-        if evaluator.why:
-            notes.append(f"{what} ran separately, since the model does not run them together: {evaluator.why}.")
+    for what, why in (("The configurations", evaluator.why), ("Single samples", singles.why)):
+        if why:
+            notes.append(f"{what} ran separately, since the model does not run them together: {why}.")
     if rebatch and "sorted" not in objective.orders:
         notes.append("Not sorted by label: targets do not hold one value for each sample.")
-    if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:
+    if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in result if row.collapses]:
         notes.append(f"These collapse when the same samples are batched differently: {'; '.join(collapsing)}.")
-    calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
-    mode = "separate" if evaluators[0].why else "together"
-    return SearchResult(rows, mode, tuple(notes), sum(samples), len(samples), robust, calibrated)
+    return replace(result, notes=tuple(notes))
 
 
 # ---- checks, and the model as it was found
@@ -158,8 +161,6 @@ def _check(per_layer: bool, sampler: Any, storage: Any, trials: int | None) -> N
         raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
     if sampler is None and (storage is not None or trials is not None):
         raise ValueError("storage= and trials= are Optuna's; pass sampler='tpe' and per_layer=True with them")
-    if trials is not None and not (isinstance(trials, SupportsIndex) and index(trials) >= 1):
-        raise ValueError(f"trials must be an integer of at least 1, got {trials!r}")
 
 
 def _warn_of_leak(batches: Any, train: Any) -> None:

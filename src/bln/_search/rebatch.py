@@ -19,32 +19,31 @@ class _Samples(Dataset[Any]):
     """All samples of some mini-batches, concatenated; some of them, by their indices, are a mini-batch."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
-        flat, specs = zip(*map(pytree.tree_flatten, batches), strict=True)
         lengths = [count_samples(batch) for batch in batches]
-        if any(spec != specs[0] for spec in specs):
-            raise _not_together("but batches differ in structure; give them one, or")
-        self._spec = specs[0]
-        self._leaves: list[tuple[Any, bool]] = []  # and whether a leaf holds samples
-        for leaves in zip(*flat, strict=True):
-            held = all(holds_samples(leaf, n) for leaf, n in zip(leaves, lengths, strict=True))
-            if held and len(shapes := {tuple(leaf.shape[1:]) for leaf in leaves}) > 1:
-                raise _not_together(f"but theirs have the shapes {sorted(shapes)}; pad them to one, or")
-            self._leaves.append((torch.cat(leaves) if held else leaves[0], held))
-        inputs = len(pytree.tree_leaves(batches[0][0])) if is_pair(batches[0]) else 0
-        if inputs and not any(held for _, held in self._leaves[:inputs]):
-            raise _not_together(
-                f"but no input has {lengths[0]} of them, as many as there are targets; give targets with a first "
-                "dimension of samples, or"
-            )
         self.number, self.size = sum(lengths), lengths[0]
 
+        def join(held: bool, *leaves: Any) -> Any:
+            return torch.cat(leaves) if held else leaves[0]
+
+        try:
+            self._held = pytree.tree_map(lambda *leaves: all(map(holds_samples, leaves, lengths)), *batches)
+            self._joined = pytree.tree_map(join, self._held, *batches)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"rebatch=True puts samples of all batches together, but they differ in structure or shape: {error} "
+                "Pad them to one shape, or leave rebatch=False"
+            ) from error
+        if is_pair(batches[0]) and not any(pytree.tree_leaves(self._held[0])):
+            raise ValueError(
+                f"rebatch=True takes as many samples as there are targets, {lengths[0]}, and no input has that many; "
+                "give targets with a first dimension of samples, or leave rebatch=False"
+            )
+
     def __getitem__(self, index: Tensor) -> Any:
-        leaves = [leaf[index.to(leaf.device)] if held else leaf for leaf, held in self._leaves]
-        return pytree.tree_unflatten(leaves, self._spec)
+        def take(held: bool, leaf: Any) -> Any:
+            return leaf[index.to(leaf.device)] if held else leaf
 
-
-def _not_together(why: str) -> ValueError:
-    return ValueError(f"rebatch=True puts samples of all batches together, {why} leave rebatch=False")
+        return pytree.tree_map(take, self._held, self._joined)
 
 
 def reorder(ranks: Ranks, batches: Sequence[Any]) -> dict[str, Iterable[Any]]:
@@ -66,7 +65,9 @@ def _orders(samples: _Samples) -> dict[str, Iterable[Any]]:
     if isinstance(targets, Tensor) and targets.dim() and targets.numel() == len(targets) == samples.number:
         orders["sorted"] = targets.reshape(-1).cpu().argsort(stable=True)
     return {
-        name: DataLoader(samples, batch_size=None, sampler=order.split(samples.size), collate_fn=lambda batch: batch)
+        name: DataLoader(
+            samples, batch_size=None, sampler=torch.split(order, samples.size), collate_fn=lambda batch: batch
+        )
         for name, order in orders.items()
     }
 

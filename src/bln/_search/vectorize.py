@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..config import StatisticsConfig
 from ..formula import Priors
 from ..layer import BatchLayerNorm
 from .per_layer import Assignment
@@ -37,63 +35,50 @@ def assigned(layers: Sequence[BatchLayerNorm], configs: Sequence[Any]) -> Iterat
             layer._config = config
 
 
-def differing(assignments: Sequence[Assignment]) -> list[int]:
-    """The indices of layers whose configuration is not the same in all assignments."""
-    return [at for at, configs in enumerate(zip(*assignments, strict=True)) if len(set(configs)) > 1]
-
-
-def together(
-    function: Callable[[], Any], layers: Sequence[BatchLayerNorm], assignments: Sequence[Assignment], width: int
-) -> list[Any]:
-    """Call ``function``, which runs the model, with ``width`` assignments in each pass; return its results."""
-    if len(assignments) == 1:
-        with assigned(layers, assignments[0]):
-            return [function()]
-    changing = differing(assignments)
-    tables = [
-        _priors(tuple(assignment[at] for assignment in assignments), layers[at].population.batch_mean.device)
-        for at in changing
-    ]
-
-    def run(*rows: Tensor) -> Any:
-        configs: list[Any] = list(assignments[0])
-        for at, row in zip(changing, rows, strict=True):
-            configs[at] = _Stacked(*row.unbind())
-        with assigned(layers, configs):
-            return function()
-
-    stacked = _vectorized(run, tables, width)
-    return [pytree.tree_map_only(Tensor, itemgetter(at), stacked) for at in range(len(assignments))]
-
-
 class _Stacked(Priors):
     """The configurations of all copies: prior strengths in tensors, by which ``formula.choose`` selects."""
 
     uses_batch = uses_features = True
 
 
+def together(
+    function: Callable[[], Any], layers: Sequence[BatchLayerNorm], assignments: Sequence[Assignment], width: int | None
+) -> list[Any]:
+    """Call ``function``, which runs the model, with up to ``width`` assignments in each pass; return its results."""
+    if len(assignments) == 1:
+        with assigned(layers, assignments[0]):
+            return [function()]
+    changing = [at for at, configs in enumerate(zip(*assignments, strict=True)) if len(set(configs)) > 1]
+    priors = [[assignment[at].priors for at in changing] for assignment in assignments]
+
+    def run(rows: Tensor) -> Any:
+        configs: list[Any] = list(assignments[0])
+        for at, row in zip(changing, rows, strict=True):
+            configs[at] = _Stacked(*row.unbind())
+        with assigned(layers, configs):
+            return function()
+
+    stacked = _vectorized(run, torch.tensor(priors, device=layers[0].population.batch_mean.device), 0, width)
+    return [pytree.tree_map_only(Tensor, itemgetter(at), stacked) for at in range(len(assignments))]
+
+
 def one_at_a_time(function: Callable[[Any], Any], batch: Any) -> Any:
     """Call ``function`` on each sample of a mini-batch, as a mini-batch of its own, in one pass."""
-    leaves, spec = pytree.tree_flatten(batch)
     n = count_samples(batch)
-    held = [at for at, leaf in enumerate(leaves) if holds_samples(leaf, n)]
+    dims = pytree.tree_map(lambda leaf: 0 if holds_samples(leaf, n) else None, batch)
 
-    def run(*samples: Tensor) -> Any:
-        parts = list(leaves)
-        for at, sample in zip(held, samples, strict=True):
-            parts[at] = sample[None]
-        return function(pytree.tree_unflatten(parts, spec))
+    def run(sample: Any) -> Any:
+        return function(pytree.tree_map(lambda leaf, dim: leaf if dim is None else leaf[None], sample, dims))
 
-    stacked = _vectorized(run, [leaves[at] for at in held])
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.flatten(0, 1), stacked)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.flatten(0, 1), _vectorized(run, batch, dims))
 
 
-def _vectorized(function: Callable[..., Any], inputs: Sequence[Tensor], width: int | None = None) -> Any:
-    """Call ``function`` on each entry of the inputs' first dimension; return its result, its tensors stacked."""
+def _vectorized(function: Callable[[Any], Any], values: Any, dims: Any, width: int | None = None) -> Any:
+    """Call ``function`` on each entry of the values' first dimension; return its result, its tensors stacked."""
     known: list[Any] = []
 
-    def tensors(*values: Tensor) -> tuple[Tensor, ...]:
-        leaves, spec = pytree.tree_flatten(function(*values))
+    def tensors(value: Any) -> tuple[Tensor, ...]:
+        leaves, spec = pytree.tree_flatten(function(value))
         if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor | str | int | float | None)]:
             raise TypeError(f"{type(odd[0]).__name__} may hold tensors that cannot be told apart")
         known[:] = leaves, spec
@@ -101,12 +86,6 @@ def _vectorized(function: Callable[..., Any], inputs: Sequence[Tensor], width: i
 
     with warnings.catch_warnings():  # where an operator has no rule, it runs once for each copy
         warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
-        stacked = iter(torch.vmap(tensors, chunk_size=width)(*inputs))
+        stacked = iter(torch.vmap(tensors, (dims,), chunk_size=width)(values))
     leaves, spec = known
     return pytree.tree_unflatten([next(stacked) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
-@lru_cache(256)  # else a device waits for the copy each time
-def _priors(configs: tuple[StatisticsConfig, ...], device: torch.device) -> Tensor:
-    """The prior strengths of each copy, ``(copies, 4)``."""
-    return torch.tensor([config.priors for config in configs], device=device)

@@ -1,12 +1,19 @@
-"""Many configurations on one mini-batch: in one pass where the model allows it, else one after the other."""
+"""Many configurations on one mini-batch: in one pass where the model allows it, else one after the other.
+
+In one pass ``torch.vmap`` follows which values differ between configurations. What precedes the first BLN layer that
+differs is computed once. After it, every configuration has a copy of the mini-batch, with statistics of its own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._models import calibrate as models
+from ..formula import Priors
 from ..layer import BatchLayerNorm
 from .measure import Function, measure
 from .per_layer import Assignment
-from .rebatch import count_samples, is_pair, length, part
-from .vectorize import assigned, one_at_a_time, together
+from .rebatch import count_samples, holds_samples, is_pair, length, part
 
 Scores = list[list[Any]]
 """The loss and the metrics of each assignment: numbers, or tensors without dimensions, left on their device."""
@@ -26,10 +33,10 @@ Scores = list[list[Any]]
 _PROBES = 4
 """Single samples for the check that one pass gives the same losses."""
 _CPU_NUMBERS, _CPU_COPIES = 2**21, 4
-"""On a CPU: the most values the copies of a layer's input may have, and the copies that are always made.
+"""On a CPU: the most values the copies of a layer's output may have, and the copies that are always made.
 
-Larger tensors leave the cache. Of LeNet at batch 25 all 16 copies fit; of a (32, 64, 28, 28) input, 4 copies take the
-time of separate evaluations and 16 take 1.7 times as long."""
+Larger tensors leave the cache. Of a (32, 64, 28, 28) input, 4 copies take the time of separate evaluations, 16 take 1.7
+times as long."""
 
 
 @dataclass
@@ -57,9 +64,8 @@ class Evaluator:
         if self.step is None:
             if not is_pair(batch):
                 raise ValueError(
-                    f"expected batches of (inputs, targets), got a {type(batch).__name__}; inputs may be a tensor, a "
-                    "tuple or a dict. For other batches pass step=, a function step(model, batch) that returns "
-                    "(outputs, targets), such as step=lambda model, batch: (model(batch['inputs']), batch['labels'])"
+                    f"expected batches of (inputs, targets), got a {type(batch).__name__}; for others pass step=, such "
+                    "as step=lambda model, batch: (model(batch['inputs']), batch['labels'])"
                 )
             batch = models.to_device(batch, self._device)  # once for all assignments
         if self.why is None:
@@ -93,8 +99,8 @@ class Evaluator:
         return "" if alike else "together they have other losses"
 
     def _together(self, batch: Any, assignments: Sequence[Assignment]) -> list[tuple[Any, Any]]:
-        run = partial(one_at_a_time, self._run, batch) if self.single else partial(self._run, batch)
-        return together(run, self.layers, assignments, self.width)
+        run = partial(_one_at_a_time, self._run, batch) if self.single else partial(self._run, batch)
+        return _in_one_pass(run, self.layers, assignments, self.width)
 
     def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
         def results(batch: Any) -> Iterator[tuple[Any, Any]]:
@@ -143,3 +149,64 @@ def _headline(error: Exception) -> str:
     """An error's type and the first sentence of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text.split('. ')[0]}" if text else type(error).__name__
+
+
+# ---- one pass for many
+
+
+@contextmanager
+def assigned(layers: Sequence[BatchLayerNorm], configs: Sequence[Any]) -> Iterator[None]:
+    """Run the layers with these configurations, or with stacked ones."""
+    before = [layer.config for layer in layers]
+    try:
+        for layer, config in zip(layers, configs, strict=True):
+            layer._config = config
+        yield
+    finally:
+        for layer, config in zip(layers, before, strict=True):
+            layer._config = config
+
+
+class _Stacked(Priors):
+    """The configurations of all copies: prior strengths in tensors, by which ``formula.choose`` selects."""
+
+    uses_batch = uses_features = True
+
+
+def _in_one_pass(
+    function: Callable[[], Any], layers: Sequence[BatchLayerNorm], assignments: Sequence[Assignment], width: int | None
+) -> list[Any]:
+    """Call ``function``, which runs the model, with up to ``width`` assignments in each pass; return its results."""
+    if len(assignments) == 1:
+        with assigned(layers, assignments[0]):
+            return [function()]
+    changing = [at for at, configs in enumerate(zip(*assignments, strict=True)) if len(set(configs)) > 1]
+    priors = [[assignment[at].priors for at in changing] for assignment in assignments]
+
+    def run(rows: Tensor) -> Any:
+        configs: list[Any] = list(assignments[0])
+        for at, row in zip(changing, rows, strict=True):
+            configs[at] = _Stacked(*row.unbind())
+        with assigned(layers, configs):
+            return function()
+
+    stacked = _vectorized(run, torch.tensor(priors, device=layers[0].population.batch_mean.device), 0, width)
+    return [pytree.tree_map(itemgetter(at), stacked) for at in range(len(assignments))]
+
+
+def _one_at_a_time(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Call ``function`` on each sample of a mini-batch, as a mini-batch of its own, in one pass."""
+    n = count_samples(batch)
+    dims = pytree.tree_map(lambda leaf: 0 if holds_samples(leaf, n) else None, batch)
+
+    def run(sample: Any) -> Any:
+        return function(pytree.tree_map(lambda leaf, dim: leaf if dim is None else leaf[None], sample, dims))
+
+    return pytree.tree_map(lambda leaf: leaf.flatten(0, 1), _vectorized(run, batch, dims))
+
+
+def _vectorized(function: Callable[[Any], Any], values: Any, dims: Any, width: int | None = None) -> Any:
+    """Call ``function`` on each entry of the values' first dimension; return its result, its tensors stacked."""
+    with warnings.catch_warnings():  # where an operator has no rule, it runs once for each copy
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        return torch.vmap(function, (dims,), chunk_size=width)(values)

@@ -64,11 +64,10 @@ def measure(name: str, function: Function, outputs: Any, targets: Any) -> Any:
         raise
     if isinstance(value, int | float):
         return value
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must return a scalar, got {type(value).__name__}")
-    if value.numel() != 1:
+    if not (isinstance(value, Tensor) and value.numel() == 1):
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ValueError(
-            f"{name} must return a scalar, the mean over the batch, got a tensor of shape {tuple(value.shape)}; "
+            f"{name} must return a scalar, the mean over the batch, got a {type(value).__name__}{shape}; "
             "try reduction='mean', or .mean() at its end"
         )
     return value.reshape(())

@@ -29,14 +29,13 @@ class Objective:
     evaluator: Evaluator
     singles: Evaluator
     """Scores samples one at a time."""
+    batches: Iterable[Any]
     names: Sequence[str]
     configs: Sequence[StatisticsConfig]
     robust: bool
     progress: bool
     ranks: Ranks
     rows: dict[Assignment, Row] = field(default_factory=dict)
-    held: list[Any] = field(default_factory=list)
-    """The mini-batches, if they are kept."""
     orders: dict[str, Iterable[Any]] = field(default_factory=dict)
     """The same samples in other mini-batches, by name."""
 
@@ -45,13 +44,13 @@ class Objective:
         """The assignments with one configuration for all layers."""
         return [(config,) * len(self.names) for config in self.configs]
 
-    def first_pass(self, batches: Iterable[Any], keep: bool, statistics: Sequence[Snapshots]) -> list[int]:
-        """Score the shared configurations, each mini-batch being loaded once and kept if asked; return the sizes.
+    def first_pass(self, statistics: Sequence[Snapshots]) -> list[int]:
+        """Score the shared configurations; return the sizes of mini-batches.
 
         After a calibration ``statistics`` are the calibrated ones and those as found, both of which are scored.
         """
         shared = self.shared
-        scores, samples = self._average(shared, batches, "search", statistics=statistics, keep=keep)
+        scores, samples = self._average(shared, self.batches, "search", statistics=statistics)
         if not samples:
             raise ValueError("search got no batches; was the iterable used up before?")
         before = scores[len(shared) :]
@@ -62,7 +61,7 @@ class Objective:
     def costs(self, assignments: Sequence[Assignment], what: str) -> list[float]:
         """The loss of each, of the worst order of samples if robust."""
         unknown = [assignment for assignment in assignments if assignment not in self.rows]
-        for assignment, score in zip(unknown, self._average(unknown, self.held, what)[0], strict=True):
+        for assignment, score in zip(unknown, self._average(unknown, self.batches, what)[0], strict=True):
             self.rows[assignment] = Row(**vars(score), config=dict(zip(self.names, assignment, strict=True)))
         if self.robust:
             self.rebatch(assignments, what)
@@ -84,7 +83,6 @@ class Objective:
         what: str,
         single: bool = False,
         statistics: Sequence[Snapshots] = ((),),
-        keep: bool = False,
     ) -> tuple[list[Score], list[int]]:
         """Average scores over the mini-batches of all ranks, with each of these statistics; return the sizes, too."""
         if not assignments:
@@ -99,7 +97,6 @@ class Objective:
                     scores, number = evaluator(batch, assignments)
                     found += scores
                 samples.append(number)
-                self.held += [batch] * keep
         restore(evaluator.layers, statistics[0])
         metrics = [name for name, _ in evaluator.functions[1:]]
         values = torch.tensor(found, dtype=torch.float64)  # only here is a device waited for

@@ -16,13 +16,12 @@ from .._distributed.ranks import Ranks
 from .._models import calibrate as models
 from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
-from .evaluate import Evaluator
+from .evaluate import Evaluator, assigned
 from .measure import Function, Metrics, functions
 from .objective import Objective
 from .per_layer import search_layers
 from .rebatch import reorder
 from .result import DEPENDS_ON_BATCH, SearchResult
-from .vectorize import assigned
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,7 +57,7 @@ def search(
         batches: Any iterable of ``(inputs, targets)``, inputs being a tensor, a tuple or a dict, in batches composed
             like requests. One pass is made; ``per_layer`` and ``rebatch`` keep the batches in memory.
         loss: ``loss(outputs, targets)``, the mean over the batch, such as ``F.cross_entropy``.
-        metrics: ``"accuracy"``, or functions like ``loss`` by name. Higher is better, and the first breaks ties.
+        metrics: ``"accuracy"``, or functions like ``loss`` by name; higher is better, the first breaks ties.
         per_layer: Search a configuration for each layer, starting from the best shared one.
         calibrate: Training batches to recompute population statistics on, under frozen weights. The result shows the
             gain, and ``apply`` puts them in place.
@@ -67,9 +66,8 @@ def search(
         candidates: Configurations to compare in addition to the 16, such as ``StatisticsConfig.shrunk(4, 16, 64)``.
         sampler: With ``per_layer``, ``"tpe"``, ``"random"``, ``"grid"`` or an Optuna sampler in place of coordinate
             descent.
-        storage: Where Optuna keeps the study: a URL, such as ``"sqlite:///study.db"`` or that of a database server, or
-            a storage object. The same call resumes a study that was interrupted; several processes or machines can
-            make it at the same time.
+        storage: Where Optuna keeps the study: a URL, such as ``"sqlite:///study.db"``, or a storage object. The same
+            call resumes an interrupted study; several processes or machines can make it at the same time.
         study: The study's name in the storage.
         trials: The number of trials the study should have in the end; by default one per layer and configuration.
         step: ``step(model, batch) -> (outputs, targets)`` for batches or models unlike these.
@@ -78,22 +76,15 @@ def search(
             within each rank. If one rank fails, all do.
         progress: Show a progress bar, if rich is installed and standard error is a terminal.
 
-    Returns:
-        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
-
     Examples:
         >>> import torch, bln
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), bln.BatchLayerNorm(8), nn.Linear(8, 3))
         >>> train, validation = ([(torch.randn(10, 4), torch.randint(3, (10,))) for _ in range(5)] for _ in range(2))
-        >>> for x, _ in train:
-        ...     y = model(x)
-        >>> result = bln.search(model, validation, loss=nn.functional.cross_entropy, metrics="accuracy")
-        >>> len(result)
-        16
+        >>> result = bln.search(model, validation, loss=nn.functional.cross_entropy, calibrate=train)
         >>> row = result.apply(model)
-        >>> model[2].config == row.config
-        True
+        >>> len(result), model[2].config == row.config
+        (16, True)
     """
     found = models.required_layers(model)
     scored = functions(loss, metrics)
@@ -114,10 +105,11 @@ def search(
             statistics.insert(0, models.snapshots(layers))
         evaluator = Evaluator(models.unwrapped(model), layers, scored, step, single=False)
         singles = replace(evaluator, single=True)
-        objective = Objective(evaluator, singles, list(found), configs, robust, progress, ranks)
-        samples = objective.first_pass(batches, per_layer or rebatch, statistics)
+        held = list(batches) if per_layer or rebatch else batches
+        objective = Objective(evaluator, singles, held, list(found), configs, robust, progress, ranks)
+        samples = objective.first_pass(statistics)
         if rebatch:
-            objective.orders = reorder(ranks, objective.held)
+            objective.orders = reorder(ranks, list(held))
             objective.rebatch(objective.shared, "rebatch")
         if per_layer:
             search_layers(objective, sampler, storage, study, trials)
@@ -164,8 +156,6 @@ def _check(per_layer: bool, sampler: Any, storage: Any, trials: int | None) -> N
 
 
 def _warn_of_leak(batches: Any, train: Any) -> None:
-    if train is None:
-        return
     dataset = getattr(batches, "dataset", None)
     if batches is train or (dataset is not None and dataset is getattr(train, "dataset", None)):
         warnings.warn(

@@ -21,12 +21,9 @@ class _Samples(Dataset[Any]):
     def __init__(self, batches: Sequence[Any]) -> None:
         lengths = [count_samples(batch) for batch in batches]
         self.number, self.size = sum(lengths), lengths[0]
-
-        def join(held: bool, *leaves: Any) -> Any:
-            return torch.cat(leaves) if held else leaves[0]
-
         try:
             self._held = pytree.tree_map(lambda *leaves: all(map(holds_samples, leaves, lengths)), *batches)
+            join = lambda held, *leaves: torch.cat(leaves) if held else leaves[0]  # noqa: E731
             self._joined = pytree.tree_map(join, self._held, *batches)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
@@ -40,36 +37,32 @@ class _Samples(Dataset[Any]):
             )
 
     def __getitem__(self, index: Tensor) -> Any:
-        def take(held: bool, leaf: Any) -> Any:
-            return leaf[index.to(leaf.device)] if held else leaf
-
+        take = lambda held, leaf: leaf[index.to(leaf.device)] if held else leaf  # noqa: E731
         return pytree.tree_map(take, self._held, self._joined)
+
+    def orders(self) -> dict[str, Iterable[Any]]:
+        """Mini-batches as large as the first one, in other orders."""
+        given, random = torch.arange(self.number), torch.Generator().manual_seed(0)
+        orders = {"shuffled": torch.randperm(self.number, generator=random), "single": given}
+        targets = self._joined[1] if is_pair(self._joined) else None
+        if isinstance(targets, Tensor) and targets.dim() and targets.numel() == len(targets) == self.number:
+            orders["sorted"] = targets.reshape(-1).cpu().argsort(stable=True)
+        return {
+            name: DataLoader(
+                self, batch_size=None, sampler=torch.split(order, self.size), collate_fn=lambda batch: batch
+            )
+            for name, order in orders.items()
+        }
 
 
 def reorder(ranks: Ranks, batches: Sequence[Any]) -> dict[str, Iterable[Any]]:
-    """Each rank's samples in other orders, by name, in mini-batches as large as its first one.
+    """Each rank's samples in other orders, by name; those of ``single`` are to be evaluated one by one.
 
-    ``sorted`` is missing where targets on any rank do not have one value for each sample. ``single`` has the
-    mini-batches' size too; its samples are evaluated one by one.
+    ``sorted`` is missing where targets on any rank do not have one value for each sample.
     """
-    own: dict[str, Iterable[Any]] = _orders(_Samples(batches)) if batches else dict.fromkeys(ORDERS, ())
+    own = _Samples(batches).orders() if batches else dict[str, Iterable[Any]].fromkeys(ORDERS, ())
     everywhere = ranks.gather(torch.tensor([[name in own for name in ORDERS]])).all(0).tolist()
     return {name: own[name] for name, wanted in zip(ORDERS, everywhere, strict=True) if wanted}
-
-
-def _orders(samples: _Samples) -> dict[str, Iterable[Any]]:
-    given = torch.arange(samples.number)
-    orders = {"shuffled": torch.randperm(samples.number, generator=torch.Generator().manual_seed(0)), "single": given}
-    batch = samples[given]
-    targets = batch[1] if is_pair(batch) else None
-    if isinstance(targets, Tensor) and targets.dim() and targets.numel() == len(targets) == samples.number:
-        orders["sorted"] = targets.reshape(-1).cpu().argsort(stable=True)
-    return {
-        name: DataLoader(
-            samples, batch_size=None, sampler=torch.split(order, samples.size), collate_fn=lambda batch: batch
-        )
-        for name, order in orders.items()
-    }
 
 
 def part(batch: Any, start: int, stop: int) -> Any:

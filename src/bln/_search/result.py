@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,7 +153,7 @@ def _ruined(given: Score, other: Score) -> bool:
 class SearchResult:
     """The configurations that were tried, lowest loss first.
 
-    Prints as a table, in a notebook as HTML. Iterating gives ``Row`` after row, by loss and then by the first metric;
+    Prints as a table. Iterating gives ``Row`` after row, by loss and then by the first metric;
     rows whose loss is NaN come last. ``best`` follows the one-standard-error rule, ``lowest`` is the first row.
 
     Attributes:
@@ -208,9 +209,7 @@ class SearchResult:
         """Why ``best`` is not ``lowest``; empty where it is."""
         if self.all_nan or self.best is self.lowest:
             return ""
-        within = f"within a standard error, {self._score(self.lowest).loss_error:.4f}, of the lowest loss"
-        if self.batches == 1:
-            within = "whose loss was taken on one mini-batch"
+        within = "with a loss on one mini-batch" if self.batches == 1 else "within a standard error of the lowest loss"
         chosen = f"best (*) is {self.best.label}, not {self.lowest.label}"
         return f"{chosen}: of the rows {within}, it depends least on its batch."
 
@@ -275,7 +274,7 @@ class SearchResult:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return table.html(self)
+        return f"<pre>{escape(str(self))}</pre>"  # whose long lines a notebook does not wrap
 
     def records(self) -> list[dict[str, Any]]:
         """A flat dict for each row, best first."""

@@ -1,9 +1,8 @@
-"""A search's result as a table: plain text and HTML. Imports no torch."""
+"""A search's result as a table of plain text. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,26 +14,7 @@ _HEADINGS = {"shuffled": "reshuffled", "sorted": "sorted by label", "single": "o
 
 
 def text(result: SearchResult) -> str:
-    """Plain text, aligned."""
-    title, lines, notes = _layout(result)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    aligned = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([title, "", *aligned, "", *(f"- {note}" for note in notes)])
-
-
-def html(result: SearchResult) -> str:
-    """A table for notebooks."""
-    title, lines, notes = _layout(result)
-    heading, *rows = ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
-    heading = heading.replace("td>", "th>")
-    body = "".join(f"<tr>{row}</tr>" for row in [heading, *rows])
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f"<table><caption>{escape(title)}</caption>{body}</table><ul>{listed}</ul>"
-
-
-def _layout(result: SearchResult) -> tuple[str, list[list[str]], list[str]]:
-    """The title, the cells of each line from the headings on, and the notes."""
+    """A title, a line of aligned cells for each row, and the notes."""
     metrics = list(result.rows[0].metrics)
     orders = next((list(row.rebatched) for row in result.rows if row.rebatched), [])
     calibrated = any(row.uncalibrated for row in result.rows)
@@ -57,22 +37,27 @@ def _layout(result: SearchResult) -> tuple[str, list[list[str]], list[str]]:
         combinations += row.per_layer
         if not row.per_layer or combinations <= _SHOWN or row is best:
             lines.append(cells(rank, row))
+    hidden = len(result) - len(lines) + 1
+
     by = "loss of the worst order of samples" if result.robust else "loss"
     title = (
         f"Configurations E_B Std_B E_F Std_F by {by} ({result.samples} samples in {result.batches} batches, "
         f"{result.mode}; T population, F current mini-batch)"
     )
-
     notes = [result.why, *result.notes] if result.why else list(result.notes)
     if orders:
         moves = " / ".join(["loss", *metrics])
         notes.insert(0, f"The last {len(orders)} columns say how far {moves} move; ! marks a collapse.")
-    for each in [row.config for row in result.rows if isinstance(row.config, dict)][:1]:
-        named = ", ".join(f"{name} {config}" for name, config in each.items())
-        notes.append(f"The combination of layers with the lowest loss: {named}.")
-    if hidden := len(result) - len(lines) + 1:
+    for config in [row.config for row in result.rows if isinstance(row.config, dict)][:1]:
+        chosen = ", ".join(f"{name} {of_layer}" for name, of_layer in config.items())
+        notes.append(f"The combination of layers with the lowest loss: {chosen}.")
+    if hidden:
         notes.append(f"{hidden} more combinations are in result.rows.")
-    return title, lines, notes
+
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    aligned = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([title, "", *aligned, "", *(f"- {note}" for note in notes)])
 
 
 def _number(value: float, error: float) -> str:

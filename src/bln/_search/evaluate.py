@@ -69,7 +69,9 @@ class Evaluator:
                 )
             batch = models.to_device(batch, self._device)  # once for all assignments
         if self.why is None:
-            self.why = self._compare(part(batch, 0, _PROBES) if self.single else batch, assignments)
+            found = self._check(part(batch, 0, _PROBES) if self.single else batch, assignments)
+            if not self.single:
+                return found
         if not self.why:
             try:
                 return self._scores(self._together(batch, assignments), batch)
@@ -77,12 +79,12 @@ class Evaluator:
                 self.why = _headline(error)
         return self._separately(batch, assignments)
 
-    def _compare(self, batch: Any, assignments: Sequence[Assignment]) -> str:
-        """Evaluate in both ways; return why one pass will not do, or nothing."""
+    def _check(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
+        """Evaluate in both ways, note whether one pass will do, and return the scores of separate evaluations."""
         sizes = [1]
         hooks = [layer.register_forward_hook(lambda _, __, y: sizes.append(y.numel())) for layer in self.layers]
         try:
-            expected, _ = self._separately(batch, assignments)
+            expected, samples = self._separately(batch, assignments)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -91,12 +93,13 @@ class Evaluator:
         try:
             results = self._together(batch, assignments)
             found, _ = self._scores(results, batch)
+            within = _tolerance(self._device, [outputs for outputs, _ in results])
+            losses, others = (torch.tensor(scores, dtype=torch.float64)[:, 0] for scores in (found, expected))
+            alike = torch.allclose(losses, others, rtol=within, atol=within, equal_nan=True)
+            self.why = "" if alike else "together they have other losses"
         except Exception as error:
-            return _headline(error)
-        within = _tolerance(self._device, [outputs for outputs, _ in results])
-        losses, others = (torch.tensor(scores, dtype=torch.float64)[:, 0] for scores in (found, expected))
-        alike = torch.allclose(losses, others, rtol=within, atol=within, equal_nan=True)
-        return "" if alike else "together they have other losses"
+            self.why = _headline(error)
+        return expected, samples
 
     def _together(self, batch: Any, assignments: Sequence[Assignment]) -> list[tuple[Any, Any]]:
         run = partial(_one_at_a_time, self._run, batch) if self.single else partial(self._run, batch)

@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._install import install
@@ -144,20 +143,19 @@ def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
 
 
 def _sampler(optuna: Any, sampler: Any, names: list[str], choices: list[str], storage: Any) -> Any:
-    samplers = optuna.samplers
+    samplers, seed = optuna.samplers, 0 if storage is None else None  # else all who share a study draw the same
     if isinstance(sampler, samplers.BaseSampler):
         return sampler
-    if sampler == "grid" and len(names) > _LARGEST_GRID:
-        raise ValueError(f"a grid over {len(names)} layers has {len(choices)}^{len(names)} points; take sampler='tpe'")
-    known = {
-        "tpe": samplers.TPESampler,
-        "random": samplers.RandomSampler,
-        "grid": partial(samplers.GridSampler, dict.fromkeys(names, choices)),
-    }
-    if not (isinstance(sampler, str) and sampler in known):
-        raise ValueError(f"sampler must be 'tpe', 'random', 'grid' or an Optuna sampler, got {sampler!r}")
-    # A study that is resumed or shared must not get the same draws again.
-    return known[sampler](seed=0 if storage is None else None)
+    if sampler == "tpe":
+        return samplers.TPESampler(seed=seed)
+    if sampler == "random":
+        return samplers.RandomSampler(seed=seed)
+    if sampler == "grid" and len(names) <= _LARGEST_GRID:
+        return samplers.GridSampler(dict.fromkeys(names, choices), seed=seed)
+    raise ValueError(
+        f"sampler must be 'tpe', 'random', an Optuna sampler or, for up to {_LARGEST_GRID} layers, 'grid'; got "
+        f"{sampler!r} for {len(names)} layers"
+    )
 
 
 def _claim(study: Any, names: list[str], cost: float) -> None:

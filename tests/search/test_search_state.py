@@ -273,7 +273,7 @@ class Wrapped(nn.Sequential):
 def test_an_output_that_the_loss_cannot_take():
     model = trained(Wrapped(*dense()), TRAIN)
     for loss in (F.cross_entropy, F.mse_loss):
-        with pytest.raises(TypeError) as caught:
+        with pytest.raises((TypeError, AttributeError)) as caught:
             bln.search(model, BATCHES, loss=loss)
         assert "loss was given the model's output, a ModelOutput" in caught.value.__notes__[0]
         assert "step=lambda model, batch: (model(batch[0]).logits, batch[1])" in caught.value.__notes__[0]

@@ -74,9 +74,11 @@ class Evaluator:
                 return found
         if not self.why:
             try:
-                return self._scores(self._together(batch, assignments), batch)
+                results = self._together(batch, assignments)
             except Exception as error:  # whatever the model cannot do vectorized, it can do without
                 self.why = _headline(error)
+            else:
+                return self._scores(results, batch)
         return self._separately(batch, assignments)
 
     def _check(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:

@@ -191,7 +191,7 @@ def _in_one_pass(
     def run(rows: Tensor) -> Any:
         configs: list[Any] = list(assignments[0])
         for at, row in zip(changing, rows, strict=True):
-            configs[at] = _Stacked(*row.unbind())
+            configs[at] = _Stacked(*row.to(layers[at].population.batch_mean.device).unbind())
         with assigned(layers, configs):
             return function()
 

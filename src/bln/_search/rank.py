@@ -90,7 +90,10 @@ def search(
     scored = functions(loss, metrics)
     configs = choices(candidates)
     models.check_batches(batches)
-    _check(per_layer, sampler, storage, trials)
+    if sampler is not None and not per_layer:
+        raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
+    if sampler is None and (storage is not None or trials is not None):
+        raise ValueError("storage= and trials= are Optuna's; pass sampler='tpe' and per_layer=True with them")
     _warn_of_leak(batches, calibrate)
     rebatch = rebatch or robust
     ranks = Ranks(process_group, model)
@@ -146,13 +149,6 @@ def search(
 
 
 # ---- checks, and the model as it was found
-
-
-def _check(per_layer: bool, sampler: Any, storage: Any, trials: int | None) -> None:
-    if sampler is not None and not per_layer:
-        raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
-    if sampler is None and (storage is not None or trials is not None):
-        raise ValueError("storage= and trials= are Optuna's; pass sampler='tpe' and per_layer=True with them")
 
 
 def _warn_of_leak(batches: Any, train: Any) -> None:

@@ -71,7 +71,7 @@ def draw(result, path):
     for axis, (name, of) in zip(axes, scores.items(), strict=True):
         for place, row in enumerate(rows):
             colour = alarm if row.collapses else calm
-            value, error = of(row.score)
+            value, error = of(row)
             others = {arrival: of(score)[0] for arrival, score in row.rebatched.items()}
             reach = [value, *others.values()]
             axis.hlines(place, min(reach), max(reach), color=colour, alpha=0.22, linewidth=6)

@@ -18,7 +18,7 @@ import numpy as np
 from . import formula
 from ._frameworks import framework
 from ._progress import track
-from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult, ranked
+from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult
 from ._search.result import averages as scores
 from .config import StatisticsConfig, choices, configure_layers
 from .formula import INITIAL, Averages
@@ -163,7 +163,8 @@ def search(
         configure_layers(found, before)
     if not samples:
         raise ValueError("search got no batches; was the iterable used up before?")
-    rows = [Row(config, score) for config, score in zip(configs, scores(values, samples, [*named]), strict=True)]
+    found_scores = scores(values, samples, [*named])
+    rows = [Row(**vars(score), config=config) for config, score in zip(configs, found_scores, strict=True)]
     notes = [
         DEPENDS_ON_BATCH,
         "Population statistics averaged while the weights still moved can ruin rows with T; "
@@ -171,7 +172,7 @@ def search(
     ]
     if untrained := [name for name, layer in found.items() if not layer._snapshot()["updates"].any()]:
         notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
-    return SearchResult(ranked(rows, robust=False), "separate", tuple(notes), sum(samples), len(samples))
+    return SearchResult(rows, "separate", tuple(notes), sum(samples), len(samples))
 
 
 def _predicted(run: Callable[[Any], Any], batch: Any) -> tuple[Any, Any]:

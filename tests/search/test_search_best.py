@@ -18,8 +18,8 @@ PRIORS = bln.StatisticsConfig.shrunk(4, 16, 64)
 
 def result_of(losses, error=0.1, **more):
     """A result of these losses, given by configuration, lowest first."""
-    rows = [Row(bln.StatisticsConfig.parse(config), Score(loss, error)) for config, loss in losses.items()]
-    return SearchResult(rows, "together", (), 18, 3, **more)
+    rows = [Row(loss, error, config=bln.StatisticsConfig.parse(config)) for config, loss in losses.items()]
+    return SearchResult(rows, "together", (), 18, **{"batches": 3} | more)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def test_the_best_depends_least_on_its_batch_within_a_standard_error(losses, bes
 
 
 def test_one_mini_batch_says_nothing_for_depending_on_it():
-    result = result_of({"FFFF": 1.0, "TTTT": 1.5, "TTFF": 2.0, "FTFF": math.nan}, error=math.nan)
+    result = result_of({"FFFF": 1.0, "TTTT": 1.5, "TTFF": 2.0, "FTFF": math.nan}, error=math.nan, batches=1)
     assert str(result.best.config) == "TTTT"
-    assert "taken on one mini-batch" in str(result)
+    assert "a loss on one mini-batch" in str(result)
 
 
 def test_robust_takes_the_error_of_the_worst_arrangement():
     rows = [
-        Row(bln.StatisticsConfig.parse("FFFF"), Score(0.5, 0.5), {"sorted": Score(1.0, 0.01)}),
-        Row(bln.StatisticsConfig.parse("TTFF"), Score(0.4, 0.5), {"sorted": Score(1.1, 0.01)}),
+        Row(0.5, 0.5, config=bln.StatisticsConfig.parse("FFFF"), rebatched={"sorted": Score(1.0, 0.01)}),
+        Row(0.4, 0.5, config=bln.StatisticsConfig.parse("TTFF"), rebatched={"sorted": Score(1.1, 0.01)}),
     ]
     assert str(SearchResult(rows, "together", (), 18, 3, robust=True).best.config) == "FFFF"
 
@@ -115,7 +115,7 @@ def test_applying_what_depends_on_its_batch_says_so_where_nobody_measured():
 
 
 def test_a_result_prints_where_every_row_has_an_order_that_gives_nan():
-    row = Row(bln.StatisticsConfig.parse("FFFF"), Score(0.5, 0.1), {"single": Score(math.nan)})
+    row = Row(0.5, 0.1, config=bln.StatisticsConfig.parse("FFFF"), rebatched={"single": Score(math.nan)})
     result = SearchResult([row], "together", (), 18, 3, robust=True)
     assert "0.5000" in str(result)
     with pytest.raises(ValueError, match="every configuration has a NaN loss"):

@@ -102,33 +102,6 @@ def test_a_length_like_the_number_of_configurations_is_not_taken_for_copies(leng
         assert row.loss == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING)
 
 
-class Recurrent(nn.Module):
-    """A recurrent module behind a layer, with states of its own, of the layer's, or none."""
-
-    def __init__(self, kind, states, batch_first):
-        super().__init__()
-        self.norm = bln.BatchLayerNorm(4, channel_dim=-1)
-        self.rnn = kind(4, 5, num_layers=2, bidirectional=True, batch_first=batch_first)
-        self.head, self.states, self.batch_first = nn.Linear(10, 3), states, batch_first
-
-    def forward(self, x):
-        y = self.norm(x)
-        states = {"none": None, "same": x.new_ones(4, len(x), 5), "copied": y[:, 0, 0][None, :, None].expand(4, -1, 5)}
-        state = states[self.states]
-        state = (state.contiguous(),) * 2 if isinstance(self.rnn, nn.LSTM) and state is not None else state
-        out, after = self.rnn(y if self.batch_first else y.transpose(0, 1), state)
-        after = after[1] if isinstance(after, tuple) else after
-        return self.head(out.mean(1 if self.batch_first else 0)) + after.mean(0)[:, :3]
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("states", ["none", "same", "copied"])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_modules_run_together(kind, states, batch_first):
-    train, batches = data((9, 9), (6, 4), seed=1), data((7, 7, 4), (6, 4), shift=0.3)
-    assert check(trained(Recurrent(kind, states, batch_first), train), batches) == "together"
-
-
 class CentreOfTheBatch(nn.Module):
     def forward(self, x):
         return x - 0.5 * x.mean(0)
@@ -190,7 +163,7 @@ def test_other_losses_in_one_pass_mean_separate():
     assert any("other losses" in note for note in result.notes)
 
 
-def test_a_step_without_outputs_runs_together():
+def test_a_step_without_outputs():
     model = trained(dense(), TRAIN)
 
     def step(model, batch):
@@ -198,7 +171,6 @@ def test_a_step_without_outputs_runs_together():
         return None, F.cross_entropy(model(x), targets)
 
     result = bln.search(model, BATCHES[:1], loss=lambda outputs, targets: targets, step=step)
-    assert result.mode == "together"
     assert result["FTFF"].loss == pytest.approx(brute_force(model, BATCHES[:1], ["FTFF"] * 2), rel=ROUNDING)
 
 
@@ -354,14 +326,9 @@ class Small(nn.Module):
         MemoryError(),
     ],
 )
-def test_sixteen_copies_larger_than_memory_are_split_over_configurations(error):
+def test_copies_larger_than_memory_are_run_separately(error):
     model = nn.Sequential(*dense()[:6], Small(30, error), nn.Linear(8, 3))
-    trained(model, TRAIN)
-    result = bln.search(model, BATCHES, loss=F.cross_entropy)
-    assert result.mode == "together"
-    assert any("did not fit in memory: 4 configurations" in note for note in result.notes)  # 4 * 7 <= 30 < 8 * 7
-    for row in result:
-        assert row.loss == pytest.approx(brute_force(model, BATCHES, [str(row.config)] * 2), rel=ROUNDING)
+    assert check(trained(model, TRAIN)) == "separate"
 
 
 def test_on_a_cpu_copies_are_limited_to_what_a_cache_holds(monkeypatch):
@@ -369,7 +336,7 @@ def test_on_a_cpu_copies_are_limited_to_what_a_cache_holds(monkeypatch):
     model[3].register_forward_hook(lambda module, args, output: made.append(copies(output)))
     monkeypatch.setattr(evaluate, "_CPU_NUMBERS", 5 * 7 * 9)  # five copies of the larger layer's input
     assert check(model) == "together"
-    assert made[16:20] == [4] * 4
+    assert made[16:20] == [5, 5, 5, 1]
     made.clear()
     monkeypatch.setattr(evaluate, "_CPU_COPIES", 1)
     monkeypatch.setattr(evaluate, "_CPU_NUMBERS", 1)
@@ -380,8 +347,8 @@ def test_on_a_cpu_copies_are_limited_to_what_a_cache_holds(monkeypatch):
 def test_a_later_batch_may_be_the_one_too_large():
     model = nn.Sequential(*dense()[:6], Small(16 * 5, torch.OutOfMemoryError("out of memory")), nn.Linear(8, 3))
     trained(model, TRAIN)
-    batches = data((5, 9, 5), shift=0.3)
-    assert check(model, batches) == "together"
+    assert check(model, data((5, 5), shift=0.3)) == "together"
+    assert check(model, data((5, 9, 5), shift=0.3)) == "separate"
 
 
 def test_one_copy_too_large_is_the_users_error():

@@ -43,49 +43,21 @@ def test_iterates_best_first(result):
         result[{"2": "TTTT", "5": "FFFF"}]
 
 
-def test_prints_as_plain_text_where_there_is_no_terminal(result):
+def test_prints_as_a_table(result):
     lines = str(result).splitlines()
     assert lines[0].startswith("Configurations E_B Std_B E_F Std_F by loss (18 samples in 3 batches")
     assert repr(result) == str(result)
-    assert "\x1b" not in str(result)
     best = next(line for line in lines if " * " in line)
     assert str(result.best.config) in best
     assert f"{result.best.loss:.4f} ± {result.best.loss_error:.4f}" in best
     assert all(any(config in line for line in lines) for config in CONFIGS)
 
 
-def test_prints_through_rich_in_a_terminal(result, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    shown = str(result)
-    assert "\x1b[" in shown
-    assert "┃" in shown
-    assert all(config in shown for config in CONFIGS)
-    monkeypatch.setitem(sys.modules, "rich.console", None)  # as if rich were not installed
-    assert "┃" not in str(result)
-
-
-def test_rich_prints_it(result):
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=200)
-    console.print(result)
-    shown = console.file.getvalue()
-    assert "sorted by label" in shown
-    assert "makes a prediction depend on the other samples" in shown.replace("\n", " ")
-
-
-def test_is_html_in_a_notebook(result):
-    html = result._repr_html_()
-    assert html.count("<tr") == 17
-    assert html.count("<td>") == 16 * 7
-    assert "makes a prediction depend on the other samples" in html
-    named = bln.search(
-        trained(dense(), TRAIN), BATCHES, loss=F.cross_entropy, metrics={"<b>": lambda o, t: 1.0}
-    )._repr_html_()
-    assert "<b>" not in named
-    assert "&lt;b&gt;" in named
+def test_html_holds_the_table_as_it_is_printed():
+    named = bln.search(trained(dense(), TRAIN), BATCHES, loss=F.cross_entropy, metrics={"<b>": lambda o, t: 1.0})
+    html = named._repr_html_()
+    assert "<b>" not in html
+    assert html == f"<pre>{str(named).replace('<', '&lt;').replace('>', '&gt;')}</pre>"
 
 
 def test_exports_agree(result, tmp_path):
@@ -201,7 +173,7 @@ def test_training_continues_with_the_winner():
 
 def test_a_calibrated_result_is_for_the_layers_it_knows(model):
     calibrated = bln.search(model, BATCHES, loss=F.cross_entropy, calibrate=TRAIN)
-    with pytest.raises(ValueError, match=r"calibrated layers \['2', '5'\], but this model also has \['0'\]"):
+    with pytest.raises(ValueError, match="no statistics that fit the layer '0'; apply to the model that was searched"):
         calibrated.apply(nn.Sequential(bln.BatchLayerNorm(3)))
 
 
@@ -217,7 +189,7 @@ bln.search(model, data((7,) * 9, shift=0.3), loss=loss, per_layer=True, sampler=
 """
 
 
-def test_a_terminal_sees_a_progress_bar_and_a_rich_table():
+def test_a_terminal_sees_a_progress_bar():
     ours, theirs = pty.openpty()
     folder = os.path.dirname(__file__)
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "160", "PYTHONPATH": folder}
@@ -234,8 +206,7 @@ def test_a_terminal_sees_a_progress_bar_and_a_rich_table():
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert text != shown.decode()  # there was colour
     assert "search" in text
-    assert "study bln.search" in text
+    assert "trial 16" in text  # after the shared ones
     assert "━" in text  # the bar
     assert "0:00:00" in text  # the time left
-    assert "┃ config" in text  # the table
-    assert "combination of layers with the lowest loss" in text
+    assert "combination of layers with the lowest loss" in text  # the table

@@ -115,7 +115,7 @@ def test_ranked_by_loss_then_by_the_first_metric():
 def test_means_are_over_samples_and_errors_over_mini_batches():
     model = trained(dense(), data((9, 9), seed=1))
     batches = data((8, 8, 2), shift=0.3)
-    result = bln.search(model, batches, loss=F.cross_entropy, metrics=["accuracy"])
+    result = bln.search(model, batches, loss=F.cross_entropy, metrics="accuracy")
     bln.configure(model, "FTFF")
     model.eval()
     losses = [F.cross_entropy(model(x), t).item() for x, t in batches]

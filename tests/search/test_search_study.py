@@ -126,7 +126,6 @@ def test_an_interrupted_study_goes_on(tmp_path):
     result = bln.search(model, BATCHES, loss=F.cross_entropy, **options)
     assert [trial.params for trial in finished(url(tmp_path))][: len(done)] == done
     assert len(finished(url(tmp_path))) == 8
-    assert any(f"resumed: it had {len(done)} finished trials of 8" in note for note in result.notes)
     complete = bln.search(model, BATCHES, loss=F.cross_entropy, **options)  # nothing is left to do
     assert len(finished(url(tmp_path))) == 8
     assert complete.lowest.config == result.lowest.config
@@ -153,7 +152,6 @@ def test_a_killed_study_is_resumed(tmp_path):
     assert [trial.params for trial in after][: len(done)] == [trial.params for trial in done]
     assert len(after) == wanted
     assert len({trial.user_attrs["worker"] for trial in after}) == 2
-    assert any(f"it had {len(done)} finished trials" in note for note in result.notes)
     # The best of all, found by whichever process, is no worse than the best shared one.
     assert result.lowest.loss == pytest.approx(
         min([trial.value for trial in after] + [row.loss for row in result if not row.per_layer]), rel=1e-9
@@ -182,10 +180,10 @@ def test_a_study_of_something_else_is_refused(tmp_path):
     options = {"per_layer": True, "sampler": "random", "storage": url(tmp_path), "trials": 2}
     model = trained(dense(), TRAIN)
     bln.search(model, BATCHES, loss=F.cross_entropy, **options)
-    with pytest.raises(ValueError, match=r"made with other weights, data or loss.* pass another study="):
+    with pytest.raises(ValueError, match=r"made with another model, weights, data or loss.* pass another study="):
         bln.search(model, data((7,), seed=9), loss=F.cross_entropy, **options)
     other, batches = task()
-    with pytest.raises(ValueError, match=r"is about the layers \['2', '5'\], this model has \['2', '5', '8'\]"):
+    with pytest.raises(ValueError, match=r"of its layers \['2', '5'\] had .*, that of \['2', '5', '8'\] here has"):
         bln.search(other, batches, loss=F.cross_entropy, **options)
     result = bln.search(other, batches, loss=F.cross_entropy, **options, study="another")
     assert len(result) >= len(CONFIGS)
@@ -194,14 +192,14 @@ def test_a_study_of_something_else_is_refused(tmp_path):
 def test_a_grid_too_large_is_refused():
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(6, 6), bln.BatchLayerNorm(6)) for _ in range(5)))
     trained(model, TRAIN)
-    with pytest.raises(ValueError, match=r"16\^5 points; take sampler='tpe'"):
+    with pytest.raises(ValueError, match=r"for up to 4 layers, 'grid'; got 'grid' for 5 layers"):
         bln.search(model, BATCHES, loss=F.cross_entropy, per_layer=True, sampler="grid")
 
 
 def test_a_storage_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
     storage = f"sqlite:///{tmp_path}/nowhere/study.db"
-    message = rf"storage '{storage}' cannot be opened: unable to open database file\. The folder of an SQLite file must"
+    message = r"storage cannot be opened, .*unable to open database file"
     with pytest.raises(ValueError, match=message):
         bln.search(
             trained(dense(), TRAIN), BATCHES, loss=F.cross_entropy, per_layer=True, sampler="tpe", storage=storage

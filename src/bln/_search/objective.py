@@ -16,7 +16,7 @@ from .._progress import track
 from ..config import StatisticsConfig
 from .evaluate import Evaluator
 from .per_layer import Assignment
-from .result import Row, Score, averages, ranking_score
+from .result import Row, Score, averages
 
 
 @dataclass
@@ -27,57 +27,52 @@ class Objective:
     """
 
     evaluator: Evaluator
+    singles: Evaluator
+    """Scores samples one at a time."""
+    batches: Iterable[Any]
     names: Sequence[str]
     configs: Sequence[StatisticsConfig]
     robust: bool
     progress: bool
     ranks: Ranks
     rows: dict[Assignment, Row] = field(default_factory=dict)
-    held: list[Any] = field(default_factory=list)
-    """The mini-batches, if they are kept."""
-    orders: dict[str, Sequence[Any]] = field(default_factory=dict)
+    orders: dict[str, Iterable[Any]] = field(default_factory=dict)
     """The same samples in other mini-batches, by name."""
-    singles: Evaluator | None = None
-    """Scores samples one at a time."""
 
     @property
     def shared(self) -> list[Assignment]:
         """The assignments with one configuration for all layers."""
         return [(config,) * len(self.names) for config in self.configs]
 
-    def first_pass(self, batches: Iterable[Any], keep: bool, statistics: Sequence[Snapshots]) -> list[int]:
-        """Score the shared configurations, each mini-batch being loaded once and kept if asked; return the sizes.
+    def first_pass(self, statistics: Sequence[Snapshots]) -> list[int]:
+        """Score the shared configurations; return the sizes of mini-batches.
 
         After a calibration ``statistics`` are the calibrated ones and those as found, both of which are scored.
         """
         shared = self.shared
-        scores, samples = self._average(shared, batches, "search", statistics=statistics, keep=keep)
+        scores, samples = self._average(shared, self.batches, "search", statistics=statistics)
         if not samples:
             raise ValueError("search got no batches; was the iterable used up before?")
         before = scores[len(shared) :]
         for assignment, score, uncalibrated in zip_longest(shared, scores[: len(shared)], before):
-            self.rows[assignment] = Row(assignment[0], score, uncalibrated=uncalibrated)
+            self.rows[assignment] = Row(**vars(score), config=assignment[0], uncalibrated=uncalibrated)
         return samples
 
     def costs(self, assignments: Sequence[Assignment], what: str) -> list[float]:
         """The loss of each, of the worst order of samples if robust."""
         unknown = [assignment for assignment in assignments if assignment not in self.rows]
-        for assignment, score in zip(unknown, self._average(unknown, self.held, what)[0], strict=True):
-            alike = len(set(assignment)) == 1
-            config = assignment[0] if alike else dict(zip(self.names, assignment, strict=True))
-            self.rows[assignment] = Row(config, score)
+        for assignment, score in zip(unknown, self._average(unknown, self.batches, what)[0], strict=True):
+            self.rows[assignment] = Row(**vars(score), config=dict(zip(self.names, assignment, strict=True)))
         if self.robust:
             self.rebatch(assignments, what)
-        return [ranking_score(self.rows[assignment], self.robust).loss for assignment in assignments]
+        rows = [self.rows[assignment] for assignment in assignments]
+        return [(row.worst if self.robust else row).loss for row in rows]
 
     def rebatch(self, assignments: Sequence[Assignment], what: str) -> None:
         """Score every order of samples."""
         unknown = [assignment for assignment in assignments if not self.rows[assignment].rebatched]
-        if self.singles is None:
-            self.singles = self.evaluator.of_samples()
         for name, batches in self.orders.items():
-            evaluator = self.singles if name == "single" else self.evaluator
-            scores, _ = self._average(unknown, batches, f"{what}, {name}", evaluator)
+            scores, _ = self._average(unknown, batches, f"{what}, {name}", single=name == "single")
             for assignment, score in zip(unknown, scores, strict=True):
                 self.rows[assignment].rebatched[name] = score
 
@@ -86,29 +81,25 @@ class Objective:
         assignments: Sequence[Assignment],
         batches: Iterable[Any],
         what: str,
-        evaluator: Evaluator | None = None,
+        single: bool = False,
         statistics: Sequence[Snapshots] = ((),),
-        keep: bool = False,
     ) -> tuple[list[Score], list[int]]:
         """Average scores over the mini-batches of all ranks, with each of these statistics; return the sizes, too."""
         if not assignments:
             return [], []
-        evaluator = evaluator or self.evaluator
-        layers, metrics = evaluator.layers, evaluator.measure.metrics
-        found, sizes = [], []
+        evaluator = self.singles if single else self.evaluator
+        found, samples = list[list[Any]](), list[int]()
         # The progress bar is closed before an exception is printed.
         with closing(track(batches, what)) if self.progress else nullcontext(batches) as tracked:
             for batch in tracked:
                 for snapshots in statistics:
-                    restore(layers, snapshots)
-                    values, samples = evaluator(batch, assignments)
-                    found.append(values)
-                sizes.append(samples)
-                self.held += [batch] * keep
-        restore(layers, statistics[0])
-        # Only here is a device waited for.
-        values = torch.cat([torch.empty(0, 1 + len(metrics), dtype=torch.float64), *(v.cpu().double() for v in found)])
-        values = values.reshape(len(sizes), len(statistics) * len(assignments), 1 + len(metrics))
-        values = self.ranks.gather(values)
-        sizes = self.ranks.gather(torch.tensor(sizes, dtype=torch.int64)).tolist()
-        return averages(values.tolist(), sizes, metrics), sizes
+                    restore(evaluator.layers, snapshots)
+                    scores, number = evaluator(batch, assignments)
+                    found += scores
+                samples.append(number)
+        restore(evaluator.layers, statistics[0])
+        metrics = [name for name, _ in evaluator.functions[1:]]
+        values = torch.tensor(found, dtype=torch.float64)  # only here is a device waited for
+        values = self.ranks.gather(values.reshape(len(samples), len(statistics) * len(assignments), 1 + len(metrics)))
+        samples = self.ranks.gather(torch.tensor(samples, dtype=torch.int64)).tolist()
+        return averages(values.tolist(), samples, metrics), samples

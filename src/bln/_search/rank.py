@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import index
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -16,14 +16,12 @@ from .._distributed.ranks import Ranks
 from .._models import calibrate as models
 from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
-from ..population import Population
-from .evaluate import Evaluator
-from .measure import Function, Measure, Metrics
+from .evaluate import Evaluator, assigned
+from .measure import Function, Metrics, functions
 from .objective import Objective
 from .per_layer import search_layers
-from .rebatch import reorder_on
-from .result import DEPENDS_ON_BATCH, Row, SearchResult, preferred, ranked
-from .vectorize import assigned
+from .rebatch import reorder
+from .result import DEPENDS_ON_BATCH, SearchResult
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +57,7 @@ def search(
         batches: Any iterable of ``(inputs, targets)``, inputs being a tensor, a tuple or a dict, in batches composed
             like requests. One pass is made; ``per_layer`` and ``rebatch`` keep the batches in memory.
         loss: ``loss(outputs, targets)``, the mean over the batch, such as ``F.cross_entropy``.
-        metrics: ``"accuracy"``, or functions like ``loss`` by name. Higher is better, and the first breaks ties.
+        metrics: ``"accuracy"``, or functions like ``loss`` by name; higher is better, the first breaks ties.
         per_layer: Search a configuration for each layer, starting from the best shared one.
         calibrate: Training batches to recompute population statistics on, under frozen weights. The result shows the
             gain, and ``apply`` puts them in place.
@@ -68,9 +66,8 @@ def search(
         candidates: Configurations to compare in addition to the 16, such as ``StatisticsConfig.shrunk(4, 16, 64)``.
         sampler: With ``per_layer``, ``"tpe"``, ``"random"``, ``"grid"`` or an Optuna sampler in place of coordinate
             descent.
-        storage: Where Optuna keeps the study: a URL, such as ``"sqlite:///study.db"`` or that of a database server, or
-            a storage object. The same call resumes a study that was interrupted; several processes or machines can
-            make it at the same time.
+        storage: Where Optuna keeps the study: a URL, such as ``"sqlite:///study.db"``, or a storage object. The same
+            call resumes an interrupted study; several processes or machines can make it at the same time.
         study: The study's name in the storage.
         trials: The number of trials the study should have in the end; by default one per layer and configuration.
         step: ``step(model, batch) -> (outputs, targets)`` for batches or models unlike these.
@@ -79,31 +76,26 @@ def search(
             within each rank. If one rank fails, all do.
         progress: Show a progress bar, if rich is installed and standard error is a terminal.
 
-    Returns:
-        A ``SearchResult``: a table that prints, exports, iterates best first, and applies to the model.
-
     Examples:
         >>> import torch, bln
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), bln.BatchLayerNorm(8), nn.Linear(8, 3))
         >>> train, validation = ([(torch.randn(10, 4), torch.randint(3, (10,))) for _ in range(5)] for _ in range(2))
-        >>> for x, _ in train:
-        ...     y = model(x)
-        >>> result = bln.search(model, validation, loss=nn.functional.cross_entropy, metrics="accuracy")
-        >>> len(result)
-        16
+        >>> result = bln.search(model, validation, loss=nn.functional.cross_entropy, calibrate=train)
         >>> row = result.apply(model)
-        >>> model[2].config == row.config
-        True
+        >>> len(result), model[2].config == row.config
+        (16, True)
     """
     found = models.required_layers(model)
-    measure = Measure(loss, metrics)
+    scored = functions(loss, metrics)
     configs = choices(candidates)
     models.check_batches(batches)
-    _check(per_layer, sampler, storage, trials)
+    if sampler is not None and not per_layer:
+        raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
+    if sampler is None and (storage is not None or trials is not None):
+        raise ValueError("storage= and trials= are Optuna's; pass sampler='tpe' and per_layer=True with them")
     _warn_of_leak(batches, calibrate)
     rebatch = rebatch or robust
-    notes = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move."]
     ranks = Ranks(process_group, model)
     progress = progress and ranks.rank == 0
     layers = list(found.values())
@@ -114,39 +106,27 @@ def search(
         if calibrate is not None:
             models.calibrate_on(ranks, model, calibrate, step, progress)
             statistics.insert(0, models.snapshots(layers))
-        evaluator = Evaluator(models.unwrapped(model), layers, measure, step)
-        objective = Objective(evaluator, list(found), configs, robust, progress, ranks)
-        samples = objective.first_pass(batches, per_layer or rebatch, statistics)
+        evaluator = Evaluator(models.unwrapped(model), layers, scored, step, single=False)
+        singles = replace(evaluator, single=True)
+        held = list(batches) if per_layer or rebatch else batches
+        objective = Objective(evaluator, singles, held, list(found), configs, robust, progress, ranks)
+        samples = objective.first_pass(statistics)
         if rebatch:
-            objective.orders = reorder_on(ranks, objective.held)
+            objective.orders = reorder(ranks, list(held))
             objective.rebatch(objective.shared, "rebatch")
         if per_layer:
-            notes += search_layers(objective, sampler, storage, study, trials)
-            if rebatch:
-                rows = ranked(list(objective.rows.values()), robust)
-                leading = {id(rows[0]), id(preferred(rows, robust))}
-                objective.rebatch([a for a, row in objective.rows.items() if id(row) in leading], "rebatch the best")
+            search_layers(objective, sampler, storage, study, trials)
+        mode = "separate" if evaluator.why else "together"
+        calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
+        rows = list(objective.rows.values())
+        result = SearchResult(rows, mode, (), sum(samples), len(samples), robust, calibrated)
+        if rebatch and not result.all_nan:
+            leading = [a for a, row in objective.rows.items() if row is result.best or row is result.lowest]
+            objective.rebatch(leading, "rebatch the best")
 
-    rows = ranked(list(objective.rows.values()), robust)
-    notes += _notes(rows, objective, found)
-    calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
-    return SearchResult(rows, evaluator.mode, tuple(notes), sum(samples), len(samples), robust, calibrated)
-
-
-# ---- notes
-
-
-def _notes(rows: Sequence[Row], objective: Objective, found: Mapping[str, BatchLayerNorm]) -> list[str]:
-    """What to know about the population statistics and the losses, and how they were computed."""
-    evaluator, notes = objective.evaluator, []
-    gains = [(row.uncalibrated.loss - row.loss, row) for row in rows if row.uncalibrated is not None]
-    if gains:
-        _, row = max(gains, key=lambda gain: -math.inf if math.isnan(gain[0]) else gain[0])
-        assert row.uncalibrated is not None
-        notes.append(
-            f"Population statistics were recomputed under frozen weights; most is gained by {row.label}: loss "
-            f"{row.uncalibrated.loss:.4f} before, {row.loss:.4f} now. apply() puts them in place."
-        )
+    notes = [DEPENDS_ON_BATCH if rebatch else f"{DEPENDS_ON_BATCH} rebatch=True shows how far they move."]
+    if calibrate is not None:
+        notes.append("Population statistics were recomputed under frozen weights. apply() puts them in place.")
     else:
         notes.append(
             "Population statistics averaged while the weights still moved can ruin rows with T; "
@@ -154,42 +134,24 @@ def _notes(rows: Sequence[Row], objective: Objective, found: Mapping[str, BatchL
         )
         if untrained := [name for name, layer in found.items() if not layer.population.updates.any()]:
             notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
-    if any(layer.memory is not None for layer in found.values()):
+    if any(layer.memory is not None for layer in layers):
         notes.append("Each mini-batch was scored by itself, without the requests that layers remember.")
-    if useless := sum(math.isnan(row.loss) for row in rows):
+    if useless := sum(math.isnan(row.loss) for row in result):
         notes.append(f"{useless} configurations have a NaN loss and come last.")
-    evaluators = [evaluator] if objective.singles is None else [evaluator, objective.singles]
-    if widths := [one.width for one in evaluators if one.width is not None]:
-        notes.append(
-            f"{len(objective.shared)} copies of a batch did not fit in memory: {min(widths)} configurations ran "
-            "together. Samples were not split, since they share statistics."
-        )
-    for one in evaluators:
-        if one.why and (one is evaluator or one.why != evaluator.why):
-            what = "Single samples" if one.single else "The configurations"
-            notes.append(f"{what} ran separately, since the model does not run them together: {one.why}.")
-    if objective.orders and "sorted" not in objective.orders:
+    for what, why in (("The configurations", evaluator.why), ("Single samples", singles.why)):
+        if why:
+            notes.append(f"{what} ran separately, since the model does not run them together: {why}.")
+    if rebatch and "sorted" not in objective.orders:
         notes.append("Not sorted by label: targets do not hold one value for each sample.")
-    if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in rows if row.collapses]:
+    if collapsing := [f"{row.label} ({', '.join(row.collapses)})" for row in result if row.collapses]:
         notes.append(f"These collapse when the same samples are batched differently: {'; '.join(collapsing)}.")
-    return notes
+    return replace(result, notes=tuple(notes))
 
 
 # ---- checks, and the model as it was found
 
 
-def _check(per_layer: bool, sampler: Any, storage: Any, trials: int | None) -> None:
-    if sampler is not None and not per_layer:
-        raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
-    if sampler is None and (storage is not None or trials is not None):
-        raise ValueError("storage= and trials= are Optuna's; pass sampler='tpe' and per_layer=True with them")
-    if trials is not None and not (isinstance(trials, SupportsIndex) and index(trials) >= 1):
-        raise ValueError(f"trials must be an integer of at least 1, got {trials!r}")
-
-
 def _warn_of_leak(batches: Any, train: Any) -> None:
-    if train is None:
-        return
     dataset = getattr(batches, "dataset", None)
     if batches is train or (dataset is not None and dataset is getattr(train, "dataset", None)):
         warnings.warn(
@@ -206,8 +168,7 @@ def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
     Memories of requests are set aside: what one configuration leaves there would be among the statistics of the next.
     """
     populations, memories = models.snapshots(layers), [layer.memory for layer in layers]
-    ours = {id(b) for module in model.modules() if isinstance(module, Population) for b in module.buffers()}
-    others = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in ours]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with models.preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
         try:
             for layer in layers:
@@ -217,5 +178,5 @@ def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
             for layer, memory in zip(layers, memories, strict=True):
                 layer._memory = memory
             models.restore(layers, populations)
-            for buffer, value in others:
+            for buffer, value in buffers:
                 buffer.copy_(value)

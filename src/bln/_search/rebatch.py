@@ -2,85 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
 
 from .._distributed.ranks import Ranks
 
 ORDERS = ("shuffled", "sorted", "single")
 
 
-class _Samples:
-    """All samples of some mini-batches, concatenated, whatever the structure of a batch."""
+class _Samples(Dataset[Any]):
+    """All samples of some mini-batches, concatenated; some of them, by their indices, are a mini-batch."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
-        flat, specs = zip(*map(pytree.tree_flatten, batches), strict=True)
         lengths = [count_samples(batch) for batch in batches]
-        if any(spec != specs[0] for spec in specs):
-            raise _not_together("but batches differ in structure; give them one, or")
-        self._spec = specs[0]
-        self._leaves: list[tuple[Any, bool]] = []  # and whether a leaf holds samples
-        for leaves in zip(*flat, strict=True):
-            held = all(holds_samples(leaf, n) for leaf, n in zip(leaves, lengths, strict=True))
-            if held and len(shapes := {tuple(leaf.shape[1:]) for leaf in leaves}) > 1:
-                raise _not_together(f"but theirs have the shapes {sorted(shapes)}; pad them to one, or")
-            self._leaves.append((torch.cat(leaves) if held else leaves[0], held))
-        inputs = len(pytree.tree_leaves(batches[0][0])) if _is_pair(batches[0]) else 0
-        if inputs and not any(held for _, held in self._leaves[:inputs]):
-            raise _not_together(
-                f"but no input has {lengths[0]} of them, as many as there are targets; give targets with a first "
-                "dimension of samples, or"
-            )
         self.number, self.size = sum(lengths), lengths[0]
+        try:
+            self._held = pytree.tree_map(lambda *leaves: all(map(holds_samples, leaves, lengths)), *batches)
+            join = lambda held, *leaves: torch.cat(leaves) if held else leaves[0]  # noqa: E731
+            self._joined = pytree.tree_map(join, self._held, *batches)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"rebatch=True puts samples of all batches together, but they differ in structure or shape: {error} "
+                "Pad them to one shape, or leave rebatch=False"
+            ) from error
+        if is_pair(batches[0]) and not any(pytree.tree_leaves(self._held[0])):
+            raise ValueError(
+                f"rebatch=True takes as many samples as there are targets, {lengths[0]}, and no input has that many; "
+                "give targets with a first dimension of samples, or leave rebatch=False"
+            )
 
-    def take(self, index: Tensor) -> Any:
-        leaves = [leaf[index.to(leaf.device)] if held else leaf for leaf, held in self._leaves]
-        return pytree.tree_unflatten(leaves, self._spec)
+    def __getitem__(self, index: Tensor) -> Any:
+        take = lambda held, leaf: leaf[index.to(leaf.device)] if held else leaf  # noqa: E731
+        return pytree.tree_map(take, self._held, self._joined)
+
+    def orders(self) -> dict[str, Iterable[Any]]:
+        """Mini-batches as large as the first one, in other orders."""
+        given, random = torch.arange(self.number), torch.Generator().manual_seed(0)
+        orders = {"shuffled": torch.randperm(self.number, generator=random), "single": given}
+        targets = self._joined[1] if is_pair(self._joined) else None
+        if isinstance(targets, Tensor) and targets.dim() and targets.numel() == len(targets) == self.number:
+            orders["sorted"] = targets.reshape(-1).cpu().argsort(stable=True)
+        return {
+            name: DataLoader(
+                self, batch_size=None, sampler=torch.split(order, self.size), collate_fn=lambda batch: batch
+            )
+            for name, order in orders.items()
+        }
 
 
-class _Batches(Sequence[Any]):
-    """Mini-batches of samples in some order, put together when asked for."""
+def reorder(ranks: Ranks, batches: Sequence[Any]) -> dict[str, Iterable[Any]]:
+    """Each rank's samples in other orders, by name; those of ``single`` are to be evaluated one by one.
 
-    def __init__(self, samples: _Samples, order: Tensor) -> None:
-        self._samples, self._parts = samples, torch.split(order, samples.size)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._samples.take(self._parts[at])
-
-
-def _not_together(why: str) -> ValueError:
-    return ValueError(f"rebatch=True puts samples of all batches together, {why} leave rebatch=False")
-
-
-def reorder_on(ranks: Ranks, batches: Sequence[Any]) -> dict[str, Sequence[Any]]:
-    """Reorder each rank's samples, in the orders that all ranks with mini-batches have."""
-    own = reorder(batches) if batches else dict.fromkeys(ORDERS, ())
+    ``sorted`` is missing where targets on any rank do not have one value for each sample.
+    """
+    own = _Samples(batches).orders() if batches else dict[str, Iterable[Any]].fromkeys(ORDERS, ())
     everywhere = ranks.gather(torch.tensor([[name in own for name in ORDERS]])).all(0).tolist()
     return {name: own[name] for name, wanted in zip(ORDERS, everywhere, strict=True) if wanted}
-
-
-def reorder(batches: Sequence[Any], seed: int = 0) -> dict[str, Sequence[Any]]:
-    """The samples of ``batches`` in other orders, by name, in mini-batches as large as the first one.
-
-    ``sorted`` is missing where targets do not have one value for each sample. ``single`` has the mini-batches' size
-    too; its samples are evaluated one by one.
-    """
-    samples = _Samples(batches)
-    shuffled = torch.randperm(samples.number, generator=torch.Generator().manual_seed(seed))
-    orders = {"shuffled": shuffled, "single": torch.arange(samples.number)}
-    targets = [batch[1] if _is_pair(batch) else None for batch in batches]
-    if all(isinstance(t, Tensor) and t.dim() and t.numel() == len(t) for t in targets):
-        labels = torch.cat([t.reshape(-1).cpu() for t in targets if t is not None])
-        if len(labels) == samples.number:
-            orders["sorted"] = labels.argsort(stable=True)
-    return {name: _Batches(samples, orders[name]) for name in ORDERS if name in orders}
 
 
 def part(batch: Any, start: int, stop: int) -> Any:
@@ -91,7 +73,7 @@ def part(batch: Any, start: int, stop: int) -> Any:
 
 def count_samples(batch: Any) -> int:
     """Count the samples of a mini-batch: its targets, if it is ``(inputs, targets)``."""
-    return length(batch[1], batch[0]) if _is_pair(batch) else length(batch)
+    return length(batch[1], batch[0]) if is_pair(batch) else length(batch)
 
 
 def length(*values: Any) -> int:
@@ -102,8 +84,9 @@ def length(*values: Any) -> int:
     raise ValueError("a batch holds no tensor to tell how many samples it has")
 
 
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, tuple | list) and len(batch) == 2
+def is_pair(value: Any) -> bool:
+    """Whether a value is a tuple or list of two, as ``(inputs, targets)``."""
+    return isinstance(value, tuple | list) and len(value) == 2
 
 
 def holds_samples(leaf: Any, n: int) -> bool:

@@ -6,10 +6,10 @@ import csv
 import io
 import json
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,8 +53,7 @@ def averages(
     >>> averages([[[1.0]], [[3.0]]], [5, 5], [])
     [Score(loss=2.0, loss_error=1.0, metrics={}, metrics_error={})]
     """
-    total, count = sum(samples), len(samples)
-    weights = [number / total if total else math.nan for number in samples]
+    count, weights = len(samples), [number / sum(samples) for number in samples]
 
     def mean(column: Sequence[float]) -> tuple[float, float]:
         """The weighted mean and its standard error."""
@@ -71,51 +70,33 @@ def averages(
     return found
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Score):
     """One configuration and its scores.
 
     Attributes:
         config: The configuration of all layers, or of each by name.
-        score: Loss and metrics as the batches were given, with standard errors.
+        loss: The mean loss over samples.
+        loss_error: The loss's standard error over mini-batches; NaN for one mini-batch.
+        metrics: The mean of each metric over samples.
+        metrics_error: The metrics' standard errors over mini-batches.
         rebatched: The scores of the same samples in other mini-batches: ``shuffled``, ``sorted``, ``single``.
         uncalibrated: The score with the population statistics as they were found, after a calibration.
     """
 
     config: StatisticsConfig | dict[str, StatisticsConfig]
-    score: Score
     rebatched: dict[str, Score] = field(default_factory=dict)
     uncalibrated: Score | None = None
 
     @property
-    def loss(self) -> float:
-        """The mean loss over samples."""
-        return self.score.loss
-
-    @property
-    def loss_error(self) -> float:
-        """The loss's standard error over mini-batches."""
-        return self.score.loss_error
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The mean of each metric over samples."""
-        return self.score.metrics
-
-    @property
-    def metrics_error(self) -> dict[str, float]:
-        """The metrics' standard errors over mini-batches."""
-        return self.score.metrics_error
-
-    @property
     def worst(self) -> Score:
         """The score with the highest loss among all orders of samples, NaN being the highest."""
-        return max([self.score, *self.rebatched.values()], key=lambda score: nan_last(score.loss))
+        return max([self, *self.rebatched.values()], key=lambda score: nan_last(score.loss))
 
     @property
     def collapses(self) -> tuple[str, ...]:
         """The orders of samples that ruin it."""
-        return tuple(name for name, score in self.rebatched.items() if _ruined(self.score, score))
+        return tuple(name for name, score in self.rebatched.items() if _ruined(self, score))
 
     @property
     def per_layer(self) -> bool:
@@ -146,7 +127,7 @@ class Row:
         flat: dict[str, Any] = {"config": self.label}
         if isinstance(self.config, dict):
             flat |= {f"config[{name}]": str(config) for name, config in self.config.items()}
-        scores = {"": self.score, **{f"{name}_": score for name, score in self.rebatched.items()}}
+        scores: dict[str, Score] = {"": self, **{f"{name}_": score for name, score in self.rebatched.items()}}
         if self.uncalibrated is not None:
             scores["uncalibrated_"] = self.uncalibrated
         for prefix, score in scores.items():
@@ -172,9 +153,8 @@ def _ruined(given: Score, other: Score) -> bool:
 class SearchResult:
     """The configurations that were tried, lowest loss first.
 
-    Prints as a table: through rich in a terminal, as HTML in a notebook. Iterating gives ``Row`` after row, by
-    loss and then by the first metric; rows whose loss is NaN come last. ``best`` follows the one-standard-error rule,
-    ``lowest`` is the first row.
+    Prints as a table. Iterating gives ``Row`` after row, by loss and then by the first metric;
+    rows whose loss is NaN come last. ``best`` follows the one-standard-error rule, ``lowest`` is the first row.
 
     Attributes:
         rows: Every configuration tried.
@@ -193,14 +173,26 @@ class SearchResult:
     robust: bool = False
     statistics: Mapping[str, Snapshot] | None = None
 
+    def __post_init__(self) -> None:
+        def key(row: Row) -> tuple[bool, float, float]:
+            metric = next(iter(self._score(row).metrics.values()), 0.0)
+            return *nan_last(self._score(row).loss), math.inf if math.isnan(metric) else -metric
+
+        object.__setattr__(self, "rows", tuple(sorted(self.rows, key=key)))
+
+    def _score(self, row: Row) -> Score:
+        return row.worst if self.robust else row
+
     @property
     def best(self) -> Row:
         """The row to use: of those within a standard error of the lowest loss, the one that depends least on its batch.
 
         A single mini-batch has no standard error, so its losses cannot justify a dependence on the batch.
         """
-        _ = self.lowest  # refuses a NaN
-        return preferred(self.rows, self.robust)
+        lowest = self._score(self.lowest)
+        most = lowest.loss + (math.inf if math.isnan(lowest.loss_error) else lowest.loss_error)
+        within = [row for row in self.rows if row is self.rows[0] or self._score(row).loss <= most]
+        return min(within, key=lambda row: row.batch_dependence)
 
     @property
     def lowest(self) -> Row:
@@ -217,17 +209,14 @@ class SearchResult:
         """Why ``best`` is not ``lowest``; empty where it is."""
         if self.all_nan or self.best is self.lowest:
             return ""
-        error, number = ranking_score(self.lowest, self.robust).loss_error, len(_within(self.rows, self.robust))
-        within = f"{number} rows are within a standard error, {error:.4f}, of the lowest loss"
-        if math.isnan(error):
-            within = "loss says no more, having been taken on one mini-batch"
+        within = "with a loss on one mini-batch" if self.batches == 1 else "within a standard error of the lowest loss"
         chosen = f"best (*) is {self.best.label}, not {self.lowest.label}"
-        return f"{chosen}: {within}, and of these it depends least on its batch."
+        return f"{chosen}: of the rows {within}, it depends least on its batch."
 
     @property
     def all_nan(self) -> bool:
         """Whether no configuration has a loss to rank it by."""
-        return math.isnan(ranking_score(self.rows[0], self.robust).loss)
+        return math.isnan(self._score(self.rows[0]).loss)
 
     def apply(self, model: Any, which: Row | StatisticsConfig | str | Mapping[str, Any] | None = None) -> Row | None:
         """Give the model the best configuration, or another; after a calibration, its statistics too.
@@ -243,21 +232,19 @@ class SearchResult:
         row = which if isinstance(which, Row) else self._find(which)
         tools, statistics = framework(model), self.statistics or {}
         found = tools.layers(model) if statistics else {}
-        way_out = "apply to the model that was searched, or bln.configure(model, ...) and bln.calibrate it"
-        if unknown := found.keys() - statistics.keys():
-            raise ValueError(
-                f"the search calibrated layers {list(statistics)}, but this model also has {sorted(unknown)}; {way_out}"
-            )
         for name, layer in found.items():
-            if not layer.population.fits(statistics[name]):
-                raise ValueError(f"layer {name!r} {_misfit(layer.population, statistics[name])}; {way_out}")
+            if name not in statistics or not layer.population.fits(statistics[name]):
+                raise ValueError(
+                    f"the search calibrated no statistics that fit the layer {name!r}; apply to the model that was "
+                    "searched, or bln.configure(model, ...) and bln.calibrate it"
+                )
         if row is not None and (danger := _danger(row)):
             warnings.warn(danger, stacklevel=2)
         tools.configure(model, which.config if isinstance(which, Row) else which)
         for name, layer in found.items():
             positions, values = statistics[name]
             device = layer.population.batch_mean.device
-            layer.population.restore((positions, {key: v.to(device, copy=True) for key, v in values.items()}))
+            layer.population.restore((positions, {key: value.to(device) for key, value in values.items()}))
         return row
 
     def _find(self, which: StatisticsConfig | str | Mapping[str, Any]) -> Row | None:
@@ -282,15 +269,12 @@ class SearchResult:
     # ---- printing and saving
 
     def __str__(self) -> str:
-        return table.terminal(self) if sys.stdout.isatty() else table.text(self)
+        return table.text(self)
 
     __repr__ = __str__
 
-    def __rich__(self) -> Any:
-        return table.rich(self)
-
     def _repr_html_(self) -> str:
-        return table.html(self)
+        return f"<pre>{escape(str(self))}</pre>"  # whose long lines a notebook does not wrap
 
     def records(self) -> list[dict[str, Any]]:
         """A flat dict for each row, best first."""
@@ -328,34 +312,6 @@ def nan_last(cost: float) -> tuple[bool, float]:
     return math.isnan(cost), cost
 
 
-def ranked(rows: Sequence[Row], robust: bool) -> tuple[Row, ...]:
-    """Sort rows by loss, then by the first metric, of the worst order of samples if ``robust``; NaN last."""
-
-    def key(row: Row) -> tuple[bool, float, float]:
-        score = ranking_score(row, robust)
-        metric = next(iter(score.metrics.values()), 0.0)
-        return *nan_last(score.loss), math.inf if math.isnan(metric) else -metric
-
-    return tuple(sorted(rows, key=key))
-
-
-def preferred(rows: Sequence[Row], robust: bool) -> Row:
-    """Choose, among ranked rows within a standard error of the lowest loss, the one that depends least on its batch."""
-    return min(_within(rows, robust), key=lambda row: row.batch_dependence)
-
-
-def _within(rows: Sequence[Row], robust: bool) -> list[Row]:
-    """The rows whose loss is within a standard error of the first, or all with a loss where that is unknown."""
-    lowest = ranking_score(rows[0], robust)
-    most = lowest.loss + (math.inf if math.isnan(lowest.loss_error) else lowest.loss_error)
-    return [rows[0], *(row for row in rows[1:] if ranking_score(row, robust).loss <= most)]
-
-
-def ranking_score(row: Row, robust: bool) -> Score:
-    """The score that a row is ranked by."""
-    return row.worst if robust else row.score
-
-
 def _danger(row: Row) -> str:
     """A warning where predictions collapse in some order of samples, as measured or, if unmeasured, as known."""
     if not row.rebatched and row.depends_on_batch:
@@ -367,15 +323,6 @@ def _danger(row: Row) -> str:
     if found := [way for name, way in ways.items() if name in row.collapses]:
         return f"{row.label} was measured to collapse where samples arrive {' or '.join(found)}; TTFF cannot"
     return ""
-
-
-def _misfit(population: Any, snapshot: Snapshot) -> str:
-    """How the shapes of a layer's statistics differ from those of a snapshot."""
-    name, what = "batch_mean", "positions and features"
-    if population.batch_mean.shape == snapshot[1][name].shape:
-        name, what = "feature_mean", "groups of features, or positions without groups"
-    kept, calibrated = tuple(getattr(population, name).shape), tuple(snapshot[1][name].shape)
-    return f"keeps statistics of shape {kept}, but the search calibrated {calibrated}, {what}"
 
 
 def _write(text: str, path: str | Path | None) -> str:

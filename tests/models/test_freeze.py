@@ -351,7 +351,9 @@ class TestWhatIsNotFolded:
         net = nn.Sequential(nn.Linear(4, 4), BatchLayerNorm(4))
         seen = []
         getattr(net[0], register)(lambda *_: seen.append(1))
-        assert "0 before it is used more than once, shares its weights or has hooks" in self.reasons(net, 6, 4).kept["1"]
+        assert (
+            "0 before it is used more than once, shares its weights or has hooks" in self.reasons(net, 6, 4).kept["1"]
+        )
         seen.clear()
         net(torch.randn(2, 4).double())
         assert seen == [1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import sys
 import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -39,25 +39,6 @@ def load(place: str) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Seconds per step, as median, first and third quartile of ``rounds`` steps."""
-
-    before: tuple[float, float, float]
-    after: tuple[float, float, float]
-    rounds: int = _ROUNDS
-
-    def __str__(self) -> str:
-        def shown(times: tuple[float, float, float]) -> str:
-            median, low, high = (f"{1e3 * v:.3g}" if v < 0.1 else f"{1e3 * v:.0f}" for v in times)
-            return f"{median} ms ({low} to {high})"
-
-        return (
-            f"{shown(self.before)} before, {shown(self.after)} after: {self.after[0] / self.before[0]:.2f} times; "
-            f"medians and quartiles of {self.rounds} steps of each, in turn"
-        )
-
-
-@dataclass(frozen=True)
 class Check:
     """What ``convert`` does to a model.
 
@@ -65,13 +46,13 @@ class Check:
         replaced: The name, class and replacement of each norm that is replaced.
         notes: What is left or lost, and why.
         difference: How far outputs in ``eval()`` move, over their largest value; ``None`` without an input.
-        step: The time of a training step; ``None`` without an input.
+        steps: Seconds of a training step before and after, as first quartile, median and third quartile.
     """
 
     replaced: list[tuple[str, str, str]]
     notes: list[str]
     difference: float | None = None
-    step: Step | None = None
+    steps: tuple[list[float], list[float]] | None = None
 
     def __str__(self) -> str:
         lines = [f"convert replaces {len(self.replaced)} norm{'s' * (len(self.replaced) != 1)}"]
@@ -82,22 +63,20 @@ class Check:
         lines += self.notes or ["Every norm that it knows is replaced."]
         if self.difference is not None:
             lines.append(f"Outputs in eval() move by {self.difference:.1g} of the largest.")
-        if self.step is not None:
-            lines.append(f"A training step, forward and backward: {self.step}.")
+        if self.steps is not None:
+            before, after = ([f"{1e3 * t:.2f}" for t in times] for times in self.steps)
+            lines.append(
+                f"A training step, forward and backward: {before[1]} ms ({before[0]} to {before[2]}) before, "
+                f"{after[1]} ms ({after[0]} to {after[2]}) after: {self.steps[1][1] / self.steps[0][1]:.2f} times; medians and "
+                f"quartiles of {_ROUNDS} steps of each, in turn."
+            )
         return "\n".join(lines)
 
 
 def check(
     model: nn.Module, input_shape: tuple[int, ...] | None = None, *, groups: int = 8, device: str | torch.device = "cpu"
 ) -> Check:
-    """Try ``convert(model, groups=groups)`` on copies.
-
-    Args:
-        model: Any module.
-        input_shape: The shape of random inputs, samples first, to compare outputs and time training steps on.
-        groups: As in ``convert``.
-        device: Where to run it.
-    """
+    """Try ``convert(model, groups=groups)`` on copies, and on random inputs of a shape, samples first."""
     model = model.to(device)
     found, notes = replacements(model, groups)
     norms = [(name or "the model", module) for name, module in model.named_modules() if module in found]
@@ -106,29 +85,28 @@ def check(
         return Check(replaced, notes + ["There is nothing to compare."] * (input_shape is not None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those are the notes
-        models = copy.deepcopy(model), convert(copy.deepcopy(model), groups=groups)
+        before, after = copy.deepcopy(model), convert(copy.deepcopy(model), groups=groups)
     x = torch.randn(input_shape, device=device)
     try:
         with torch.no_grad():
-            moved = difference(*(each.eval()(x) for each in models))
-        return Check(replaced, notes, moved, _time([each.train() for each in models], x))
+            moved = difference(before.eval()(x), after.eval()(x))
+        return Check(replaced, notes, moved, _time(before.train(), after.train(), x))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"the model cannot be run on random inputs of shape {tuple(input_shape)}: {error}") from error
 
 
-def _time(models: list[nn.Module], x: Tensor) -> Step:
+def _time(before: nn.Module, after: nn.Module, x: Tensor) -> tuple[list[float], list[float]]:
     """Time training steps of two models in turn, so that both meet the same disturbances."""
-    times: list[list[float]] = [[], []]
-    for _ in range(2 + _ROUNDS):
-        for model, found in zip(models, times, strict=True):
-            started = time.perf_counter()
-            model.zero_grad(set_to_none=True)
-            torch.stack([y.float().square().mean() for y in floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
-            if x.device.type != "cpu":
-                torch.accelerator.synchronize(x.device)
-            found.append(time.perf_counter() - started)
+
+    def step(model: nn.Module) -> float:
+        started = time.perf_counter()
+        model.zero_grad(set_to_none=True)
+        torch.stack([y.float().square().mean() for y in floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
+        if x.device.type != "cpu":
+            torch.accelerator.synchronize(x.device)
+        return time.perf_counter() - started
+
+    times = [(step(before), step(after)) for _ in range(2 + _ROUNDS)]
     # In the first two, kernels are chosen and compiled, memory is allocated.
-    (low, median, high), (low_after, median_after, high_after) = (
-        statistics.quantiles(found[2:], n=4, method="inclusive") for found in times
-    )
-    return Step((median, low, high), (median_after, low_after, high_after))
+    first, second = (quantiles(found, n=4, method="inclusive") for found in zip(*times[2:], strict=True))
+    return first, second

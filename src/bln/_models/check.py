@@ -67,8 +67,8 @@ class Check:
             before, after = ([f"{1e3 * t:.2f}" for t in times] for times in self.steps)
             lines.append(
                 f"A training step, forward and backward: {before[1]} ms ({before[0]} to {before[2]}) before, "
-                f"{after[1]} ms ({after[0]} to {after[2]}) after: {self.steps[1][1] / self.steps[0][1]:.2f} times; medians and "
-                f"quartiles of {_ROUNDS} steps of each, in turn."
+                f"{after[1]} ms ({after[0]} to {after[2]}) after: {self.steps[1][1] / self.steps[0][1]:.2f} times; "
+                f"medians and quartiles of {_ROUNDS} steps of each, in turn."
             )
         return "\n".join(lines)
 

@@ -62,8 +62,6 @@ def convert(
           (2): ReLU()
         )
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch module, got {type(model).__name__}")
     positive("groups must be", groups)
     found, notes = replacements(model, groups)
     swap(model, found)
@@ -90,6 +88,8 @@ def replacements(
     model: nn.Module, groups: int, *, batch_norms: bool = False
 ) -> tuple[dict[nn.Module, nn.Module], list[str]]:
     """Build the BLN layer for each norm of a model, or for its batch norms alone; add notes on what is left or lost."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch module, got {type(model).__name__}")
     found: dict[nn.Module, nn.Module] = {}
     notes, left = list[str](), dict[str, list[str]]()
     like = next(chain(model.parameters(), model.buffers()), torch.empty(0))

@@ -147,7 +147,9 @@ def test_a_converted_model_predicts_the_same_trains_loads_and_is_exported(name):
     assert torch.equal(output(again(**inputs)), expected)
 
     exported = torch.export.export(model, (), inputs)
-    torch.testing.assert_close(output(exported.module()(**inputs)), expected)
+    # Other operations for the same function: float32 through fifty norms again, which amplify how each one rounds.
+    actual = output(exported.module()(**inputs))
+    torch.testing.assert_close(actual, expected, atol=1e-4 * expected.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize(

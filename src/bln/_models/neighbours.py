@@ -82,7 +82,7 @@ class Neighbours:
         parameters = list(module.parameters())
         if hooked(module) or not self._used_once(module) or any(self.owners[p] > 1 for p in parameters):
             return f"{name} is used more than once, shares its weights or has hooks"
-        if any(p.dtype.itemsize < 4 for p in parameters):
+        if any(type(p) is not nn.Parameter or p.dtype.itemsize < 4 for p in parameters):  # quantized ones, too
             return f"{name} has less than float32 precision; freeze first, then move the model to a lower one"
         if flat:
             sample = flattened(values, layer.channel_dim, module.in_features) if linear else None

@@ -71,7 +71,7 @@ def find_rule(norm: nn.Module, groups: int) -> _Rule | str:
         return "it has no weight, bias or running mean of one dimension, which BLN could take over"
     rules = [] if eps is None else list(_candidates(norm, features, groups))
     plain = type(norm) in NORMS and "forward" not in vars(norm)
-    return rules[0] if plain else _try(norm, rules, features, eps or 1e-5)
+    return rules[0] if plain else _try(norm, rules, eps or 1e-5, features)
 
 
 def _candidates(norm: Any, features: int, groups: int) -> Iterator[_Rule]:
@@ -93,7 +93,7 @@ def _candidates(norm: Any, features: int, groups: int) -> Iterator[_Rule]:
 
 
 @torch.no_grad()
-def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rule | str:
+def _try(norm: nn.Module, rules: list[_Rule], eps: float, features: int) -> _Rule | str:
     """The first rule by which BLN gives the norm's outputs on random inputs in ``eval()``, or why there is none."""
     random = torch.Generator("cpu").manual_seed(0)
     group = getattr(norm, "process_group", None)  # cannot be copied
@@ -104,10 +104,9 @@ def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rul
     for hooks in HOOKS:
         getattr(probe, hooks).clear()
     for name, value in chain(probe.named_parameters(), probe.named_buffers()):
+        value.zero_()
         if value.is_floating_point():
-            value.copy_(torch.rand(value.shape, generator=random, device="cpu", dtype=torch.float32) + 0.5)
-        else:
-            value.zero_()
+            value += torch.rand(value.shape, generator=random, device="cpu", dtype=torch.float32) + 0.5
         if name == "running_var":
             value[::2] *= eps  # so that another eps would show
     behind = tuple(sorted((n for n, m in probe.named_children() if type(m) is not nn.Identity), key="drop".__ne__))
@@ -121,14 +120,18 @@ def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rul
     if not found:
         return f"it cannot be run on an input alone ({failures[0]})"
     most = max(x.dim() for _, x, _ in found)  # (N, C) alone does not say where features stand
-    for rule in (rule._replace(behind=held) for rule in rules for held in dict.fromkeys((behind, ()))):
+    for rule in (rule._replace(behind=behind) for rule in rules):
         new = build(probe, rule, torch.empty(0, device="cpu")).eval()
         pairs = [(x, y) for channel_dim, x, y in found if channel_dim == rule.channel_dim]
         # A parameter that a rule would drop may matter in training.
         complete = {id(p) for p in new.parameters()} == {id(p) for p in probe.parameters()}
         if complete and any(x.dim() == most for x, _ in pairs) and all(_agrees(new, x, y) for x, y in pairs):
             return rule
-    return _what_else(probe, *found[0][1:])
+    x = found[0][1][:1]  # a sample of usual size
+    y = probe(x.clone())
+    if isinstance(y, Tensor) and _agrees(probe, 2 * x, y) and not _agrees(probe, x + 1, y):
+        return "it subtracts no mean, as RMSNorm; BLN does"
+    return "it computes no batch, layer, group or instance normalization with its own weight, bias and eps"
 
 
 def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator) -> Iterator[Tensor]:
@@ -148,14 +151,6 @@ def _agrees(new: nn.Module, x: Tensor, y: Any) -> bool:
     except Exception:  # a module of the norm may not take its output
         return False
     return isinstance(y, Tensor) and found.shape == y.shape and bool((found - y).abs().max() <= 1e-4 * y.abs().max())
-
-
-def _what_else(probe: nn.Module, x: Tensor, y: Any) -> str:
-    """Why no rule fits."""
-    x = x[:1]  # a sample of usual size
-    if isinstance(y, Tensor) and _agrees(probe, 2 * x, y := probe(x.clone())) and not _agrees(probe, x + 1, y):
-        return "it subtracts no mean, as RMSNorm; BLN does"
-    return "it computes no batch, layer, group or instance normalization with its own weight, bias and eps"
 
 
 def _features(norm: Any) -> int | None:

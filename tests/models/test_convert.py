@@ -82,7 +82,7 @@ def test_groups_are_the_largest_divisor_up_to_the_one_asked_for():
 
 def test_an_eps_that_cannot_be_kept_is_named_and_the_norm_left():
     net = nn.Sequential(nn.BatchNorm1d(6), nn.Sequential(nn.LayerNorm(6, eps=0.0)))
-    with pytest.warns(UserWarning, match=r"1\.0: left as it is, torch\..*LayerNorm: BLN needs an eps .* not 0\.0"):
+    with pytest.warns(UserWarning, match=r"1\.0: left as it is, torch\..*LayerNorm: its eps=0\.0 lets a constant"):
         bln.convert(net)
     assert type(net[1][0]) is nn.LayerNorm
     assert list(bln.layers(net)) == ["0"]

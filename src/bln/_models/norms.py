@@ -63,9 +63,7 @@ def find_rule(norm: nn.Module, groups: int) -> _Rule | str:
     if isinstance(norm, nn.LayerNorm) and len(norm.normalized_shape) != 1:
         return f"normalized_shape={tuple(norm.normalized_shape)} spans more than the features of a position"
     if isinstance(norm, NORMS) and not norm.eps > 0:
-        return (
-            f"BLN needs an eps that keeps a constant feature from 0/0, not {norm.eps}; set one before: norm.eps = 1e-5"
-        )
+        return f"its eps={norm.eps} lets a constant feature be 0/0; set one before, as in norm.eps = 1e-5"
     features, eps = _features(norm), _eps(norm)
     if features is None:
         return "it has no weight, bias or running mean of one dimension, which BLN could take over"

@@ -173,7 +173,9 @@ class TestBadInput:
 
     @pytest.mark.parametrize("dim", [5, 0, -2, "1"])
     def test_a_dimension_that_has_no_features(self, dim):
-        with pytest.raises(ValueError, match=rf"whose shape is \(4, 6\), but not that of samples.*; got {dim!r}"):
+        with pytest.raises(
+            ValueError, match=rf"shape \(4, 6\), stand; pass channel_dim=1 .* another dimension but 0; got {dim!r}"
+        ):
             bln.insert(nn.Sequential(nn.Linear(3, 6), nn.Tanh()), torch.randn(4, 3), channel_dim=dim)
 
     def test_nothing_to_stand_behind(self):

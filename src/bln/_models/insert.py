@@ -80,14 +80,15 @@ def insert(
             f"look for, {', '.join(kind.__name__ for kind in after)}"
         )
     like = next(model.parameters(), torch.empty(0))
+    dims = _feature_dims(traced.graph)
     for node in found:
         _refuse_in_place(node)
         shape = tuple(node.meta["tensor_meta"].shape)
-        dim = _find_channel_dim(node, shape) if channel_dim is None else channel_dim
+        dim = channel_dim if channel_dim is not None else -1 if len(shape) == 2 else dims.get(node)
         if not (isinstance(dim, int) and -len(shape) < dim < len(shape) and dim != 0):
             raise ValueError(
-                f"channel_dim must be a dimension of {node.name}, whose shape is {shape}, but not that of samples: 1, "
-                f"or -1 for features last; got {dim!r}"
+                f"cannot tell where the features of {node.name}, shape {shape}, stand; pass channel_dim=1 for "
+                f"(N, C, *positions), -1 for (N, *positions, C), or another dimension but 0; got {channel_dim!r}"
             )
         layer = BatchLayerNorm(shape[dim], channel_dim=dim, **{"device": like.device, "dtype": like.dtype, **kwargs})
         name = f"{node.name}_bln"
@@ -164,23 +165,18 @@ def _refuse_in_place(node: fx.Node) -> None:
         )
 
 
-def _find_channel_dim(node: fx.Node, shape: tuple[int, ...]) -> int:
-    """Find the dimension of features from the layer that made them, past operations that keep the layout."""
-    if len(shape) == 2:
-        return -1
-    waiting = list(node.all_input_nodes)
-    for source in waiting:
-        module, name = called(source), _name(source)
+def _feature_dims(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Where features stand after the layers that made them, and after operations that keep the layout."""
+    dims: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        module, name = called(node), _name(node)
+        known = [dims[source] for source in node.all_input_nodes if source in dims]
         if isinstance(module, BatchLayerNorm):
-            return module.channel_dim
-        if name.startswith("conv"):
-            return 1
-        if isinstance(module, _FEATURES_LAST) or name == "linear":
-            return -1
-        if not any(part in name for part in _KEEP_LAYOUT):
-            break
-        waiting += (source for source in source.all_input_nodes if source not in waiting)
-    raise ValueError(
-        f"cannot tell where the features of {node.name}, shape {shape}, stand; pass channel_dim=1 for "
-        "(N, C, *positions) or channel_dim=-1 for (N, *positions, C)"
-    )
+            dims[node] = module.channel_dim
+        elif name.startswith("conv"):
+            dims[node] = 1
+        elif isinstance(module, _FEATURES_LAST) or name == "linear":
+            dims[node] = -1
+        elif known and any(part in name for part in _KEEP_LAYOUT):
+            dims[node] = known[0]
+    return dims

@@ -56,16 +56,17 @@ class _Given(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         _here.given.pop()
 
-    def fits(self, layer: BatchLayerNorm, x: Tensor) -> bool:
-        """Whether the layer uses the mask for this input.
+    def mask_for(self, layer: BatchLayerNorm, x: Tensor) -> Tensor | None:
+        """The mask, if the layer uses it for this input.
 
         In ``eval()`` a hook's mask is used only where it changes a statistic. So a converted model keeps its function
         at padded entries too, which convolutions and poolings see.
         """
         if self.mask is None or not (self.owner is None or layer.training or layer.config.uses_batch):
-            return False
+            return None
         features = layer.channel_dim, layer.channel_dim + x.dim()
-        return list(self.mask.shape) == [size for dim, size in enumerate(x.shape) if dim not in features]
+        fits = list(self.mask.shape) == [size for dim, size in enumerate(x.shape) if dim not in features]
+        return self.mask.to(x.device) if fits else None
 
 
 class _Here(threading.local):
@@ -99,10 +100,9 @@ def normalize(layer: BatchLayerNorm, x: Tensor, forward: Callable[[Tensor, Tenso
     again = recomputing()
     if again and (given is None or given.owner is None):
         given = _recall(layer) or given
-    if given is None or given.mask is None or not given.fits(layer, x):
-        return forward(x, None)
-    y = forward(x, given.mask.to(x.device))
-    if layer.training and not again and not torch.compiler.is_compiling():
+    mask = None if given is None else given.mask_for(layer, x)
+    y = forward(x, mask)
+    if given is not None and mask is not None and layer.training and not (again or torch.compiler.is_compiling()):
         _remember(layer, given, y)
     return y
 

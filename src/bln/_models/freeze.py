@@ -62,7 +62,7 @@ def freeze(
 
     Nothing is folded across a nonlinearity or other operations. A layer that is used twice, shares weights, has hooks,
     parametrizations or less than float32 precision takes nothing in (freeze first, then ``.half()``). A convolution
-    that pads with zeros takes in no shift. Neighbours are found by ``torch.fx``.
+    that pads with zeros takes in no shift. Neighbours are found by ``torch.fx``, outside of modules with hooks.
 
     The model is changed in place and is for inference from then on: ``train()`` brings back dropout, but no mini-batch
     statistics. Save the state dict before freezing, and freeze after loading. Call it as a whole: a part that is called

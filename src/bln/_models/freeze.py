@@ -156,10 +156,9 @@ def _apply(fold: Fold) -> None:
 
 def difference(before: Any, after: Any) -> float:
     """The largest difference of two outputs, over the largest value."""
-    pairs = ((a.cpu().double(), b.cpu().double()) for a, b in zip(floats(before), floats(after), strict=True))
-    found = [(a.abs().max().item(), (a - b).abs().max().item()) for a, b in pairs if a.numel()]
-    largest, moved = map(max, zip(*found, strict=True)) if found else (0.0, 0.0)
-    return moved / largest if largest else moved
+    zero = torch.zeros(1, dtype=torch.float64)  # for outputs without a value
+    a, b = (torch.cat([zero, *(t.cpu().double().flatten() for t in floats(each))]) for each in (before, after))
+    return (a - b).abs().max().item() / (a.abs().max().item() or 1.0)
 
 
 def floats(outputs: Any) -> list[Tensor]:

@@ -52,7 +52,7 @@ class TestBadInput:
             def __iter__(self):
                 yield torch.ones(2, 4)
 
-        with pytest.raises(TypeError, match="Endless has no length"):
+        with pytest.raises(TypeError, match="'Endless' has no len"):
             len(reset_each_epoch(bln.BatchLayerNorm(4), Endless()))
 
     def test_a_name_that_is_not_there(self):

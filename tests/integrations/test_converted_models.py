@@ -87,7 +87,7 @@ MODELS = {
             "Wav2Vec2", "ForSequenceClassification", lambda: {"input_values": torch.randn(4, 400)}, hidden_size=16,
             num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, conv_dim=(8, 8), conv_stride=(5, 4),
             conv_kernel=(10, 4), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False,
-            classifier_proj_size=8,
+            classifier_proj_size=8, layerdrop=0.0,  # a layer that is left out in training learns nothing
         ),
     ),
 }  # fmt: skip
@@ -147,7 +147,9 @@ def test_a_converted_model_predicts_the_same_trains_loads_and_is_exported(name):
     assert torch.equal(output(again(**inputs)), expected)
 
     exported = torch.export.export(model, (), inputs)
-    torch.testing.assert_close(output(exported.module()(**inputs)), expected)
+    # Other operations for the same function: float32 through fifty norms again, which amplify how each one rounds.
+    actual = output(exported.module()(**inputs))
+    torch.testing.assert_close(actual, expected, atol=1e-4 * expected.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize(

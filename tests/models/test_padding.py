@@ -154,6 +154,18 @@ def test_activation_checkpointing_recomputes_with_the_mask(reentrant):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_a_converted_transformer_recompute_with_the_mask_of_the_user(reentrant):
+    net, gradients = bln.convert(encoder()).double().layers[0], []
+    for recompute in (False, True):
+        x = torch.linspace(-1, 1, 192, dtype=torch.float64).sin().reshape(4, 6, 8).requires_grad_()
+        with bln.padding(~PADDED):
+            y = checkpoint(net, x, use_reentrant=reentrant) if recompute else net(x)
+        y.pow(3).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
 def test_checkpoints_of_several_masks_are_told_apart_or_refused():
     net, x = masked_net(), torch.randn(4, 6, 8, requires_grad=True)
     kept = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,10 +35,7 @@ class Adaptation:
     def __init__(self, model: nn.Module) -> None:
         found, self.notes = replacements(model, groups=1, batch_norms=True)
         if model in found:
-            raise ValueError(
-                f"the model is itself a {type(model).__name__}, which cannot be replaced in place; put it in "
-                "nn.Sequential"
-            )
+            raise ValueError(f"a {type(model).__name__} cannot be replaced in place; put it in nn.Sequential")
         self._model = model
         models.swap(model, found)
         self._norms = {new: old for old, new in found.items()}
@@ -72,11 +69,8 @@ class Adaptation:
         self._before, self._norms, self.layers = {}, {}, {}
 
     def _remembered(self) -> dict[str, Tensor]:
-        return {
-            f"{name}.{part}": buffer
-            for name, layer in self.layers.items()
-            for part, buffer in (layer.memory.named_buffers() if layer.memory is not None else ())
-        }
+        memories = ((name, layer.memory) for name, layer in self.layers.items() if layer.memory is not None)
+        return {f"{name}.{part}": buffer for name, memory in memories for part, buffer in memory.named_buffers()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The memory of recent requests, which the model's own state dict does not hold."""
@@ -143,25 +137,20 @@ def adapt(
         >>> net[1].__class__.__name__
         'BatchNorm2d'
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch module, got {type(model).__name__}")
     StatisticsConfig(prior, prior, True, True)  # refuses a wrong prior
     model = models.unwrapped(model)
     if batches is not None:
         models.check_batches(batches)
         batches = list(batches)
         if not batches:
-            raise ValueError(
-                "adapt got no batches to choose by; was the iterable used up before? Leave batches away "
-                "to set prior= as it is"
-            )
+            raise ValueError("adapt got no batches to choose by; was the iterable used up before?")
     adaptation = Adaptation(model)
     try:
         if not adaptation.layers:
             raise ValueError(
                 f"{type(model).__name__} has no norm with batch statistics, so there is nothing to adapt: those of "
-                "GroupNorm, LayerNorm and InstanceNorm are each sample's own. Without training such a net cannot "
-                "be fitted to other data" + "".join(f"\n  {note}" for note in adaptation.notes)
+                "GroupNorm, LayerNorm and InstanceNorm are each sample's own"
+                + "".join(f"\n  {note}" for note in adaptation.notes)
             )
         for layer in adaptation.layers.values():
             layer.memory = memory
@@ -186,30 +175,27 @@ def _takes_batch_statistics(layer: BatchLayerNorm) -> bool:
 
 
 @torch.no_grad()
-def _agreement(
-    adaptation: Adaptation, model: nn.Module, batches: list[Any], step: Callable[[nn.Module, Any], Any]
-) -> dict[float, float]:
+def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], step: models.Step) -> dict[float, float]:
     """For each candidate, how well its answers to single batches agree with those to all batches together."""
     memories = {layer: layer.memory for layer in adaptation.layers.values()}
     samples = [count_samples(batch) for batch in batches]
 
-    def answers() -> list[Tensor]:
+    def answers(prior: float) -> list[Tensor]:
+        adaptation.set_prior(prior)
         return [_tensor(step(model, batch)) for batch in batches]
 
     with models.preserved(model), models.uncompiled():
         model.eval()
         for layer in memories:
             layer.memory = sum(samples)
-        adaptation.set_prior(CURRENT)
         for _ in range(_ROUNDS):
-            joint = answers()
+            joint = answers(CURRENT)
+        for layer, memory in memories.items():
+            layer._memory = memory
         found = {}
         for prior in CANDIDATES:
-            for layer, memory in memories.items():
-                layer._memory = memory
             adaptation.forget()
-            adaptation.set_prior(prior)
-            shares = [_alike(*pair) for pair in zip(answers(), joint, strict=True)]
+            shares = map(_alike, answers(prior), joint)
             found[prior] = sum(share * n for share, n in zip(shares, samples, strict=True)) / sum(samples)
     return found
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import formula, functional
 from .._activation import Activation, check_activation, check_residual, finish
+from .._masks import hide
 from .._scripting import refuse_scripting
 from ..layer import BatchLayerNorm
 from ..population import keep_precision, window
@@ -56,31 +57,21 @@ class Affine(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Scale and shift ``x``; with ``mask`` true at real entries, hidden ones come out 0."""
-        channel_dim = functional.check(x, mask, self.channel_dim, empty=True)
+        features = self.scale.shape[0 if self.scale.dim() == 1 else self.channel_dim - (self.channel_dim > 0)]
+        channel_dim = functional.check(x, mask, self.channel_dim, features, empty=True)
         check_residual(residual, x)
-        scale, shift = (self._at(tuple(x.shape), value, channel_dim) for value in (self.scale, self.shift))
+        scale, shift = (self._at_positions_of(x, value, channel_dim) for value in (self.scale, self.shift))
         dtype = torch.promote_types(x.dtype, scale.dtype)
         y = torch.addcmul(shift.to(dtype), x.to(dtype), scale.to(dtype)).to(x.dtype)
-        y = y if mask is None else torch.where(mask.unsqueeze(channel_dim), y, 0)
-        return finish(y, residual, mask, channel_dim, self.activation)
+        return finish(hide(y, mask, channel_dim), residual, mask, channel_dim, self.activation)
 
-    def _at(self, shape: tuple[int, ...], value: Tensor, channel_dim: int) -> Tensor:
-        """The value at each of the input's positions, for any sample."""
-        positions = list(shape[1:])
-        features = positions.pop(channel_dim - 1)
-        known = list(value.shape)
-        # The axis of features in a sample, which has no first dimension.
-        axis = self.channel_dim - (self.channel_dim > 0)
-        expected = known.pop(0 if len(known) == 1 else axis)
-        if features != expected:
-            raise ValueError(
-                f"expected {expected} features along dimension {channel_dim}, got {features} in an input of shape "
-                f"{shape}. If features stand elsewhere, pass channel_dim="
-            )
-        if not known:
-            return value.reshape(-1, *[1] * (len(shape) - 1 - channel_dim))
-        first = window(tuple(positions), tuple(known))
-        return value[(slice(None), *first) if channel_dim == 1 else first] if first else value
+    def _at_positions_of(self, x: Tensor, value: Tensor, channel_dim: int) -> Tensor:
+        if value.dim() == 1:
+            return value.reshape(-1, *[1] * (x.dim() - 1 - channel_dim))
+        axis = channel_dim - 1  # in a sample
+        value = value.movedim(axis, -1)
+        positions = (*x.shape[1:channel_dim], *x.shape[channel_dim + 1 :])
+        return value[window(positions, tuple(value.shape[:-1]))].movedim(-1, axis)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Affine:
         super()._apply(keep_precision(fn), recurse)  # type: ignore[no-untyped-call]
@@ -90,43 +81,43 @@ class Affine(nn.Module):
 
     def extra_repr(self) -> str:
         """The shape of the map, and whatever is not a default."""
-        shown = [str(tuple(self.scale.shape)), *[f"channel_dim={self.channel_dim}"] * (self.channel_dim != 1)]
-        return ", ".join([*shown, *[f"activation={self.activation}"] * (self.activation is not None)])
+        options = [("channel_dim", self.channel_dim, 1), ("activation", self.activation, None)]
+        shown = [f"{name}={value}" for name, value, default in options if value != default]
+        return ", ".join([str(tuple(self.scale.shape)), *shown])
 
 
-class FixedMap:
-    """``y = scale * x + shift`` in float64, features last: ``(2, *positions, C)``."""
+def fixed_map(layer: BatchLayerNorm) -> Tensor:
+    """Scale and shift of a ``TTTT`` layer in ``eval()``, in float64, features last: ``(2, *positions, C)``.
 
-    def __init__(self, layer: BatchLayerNorm) -> None:
-        self.channel_dim, self.dtype = layer.channel_dim, layer.population.batch_mean.dtype
-        self.activation = layer.activation
-        known = layer.population.position_shape
-        s = formula.Statistics(*(value.double() for value in layer.population.statistics(known or (), 1)))
-        gamma, beta = (None if p is None else p.double() for p in (layer.weight, layer.bias))
-        centred = s._replace(batch_mean=0 * s.batch_mean, feature_mean=0 * s.feature_mean)
-        one = torch.ones_like(s.batch_mean)
-        scale = formula.transform(one, centred, gamma, spec=layer.spec, xp=torch)
-        shift = formula.transform(0 * one, s, gamma, beta, spec=layer.spec, xp=torch)
-        self.values = torch.stack([scale, shift])
-        rows = self.values.reshape(2, -1, layer.num_features)
-        self.uniform = rows[:, 0] if (rows == rows[:, :1]).all() else None  # (2, C), where all positions agree
-        self.rank = 2 + len(known) if known is not None and layer.per_position else None
+    Where all positions agree it is ``(2, C)``.
+    """
+    population = layer.population
+    s = formula.Statistics(*(value.double() for value in population.statistics(population.position_shape or (), 1)))
+    gamma, beta = (None if p is None else p.double() for p in (layer.weight, layer.bias))
+    centred = s._replace(batch_mean=0 * s.batch_mean, feature_mean=0 * s.feature_mean)
+    one = torch.ones_like(s.batch_mean)
+    scale = formula.transform(one, centred, gamma, spec=layer.spec, xp=torch)
+    shift = formula.transform(0 * one, s, gamma, beta, spec=layer.spec, xp=torch)
+    values = torch.stack([scale, shift])
+    rows = values.reshape(2, -1, layer.num_features)
+    return rows[:, 0] if (rows == rows[:, :1]).all() else values
 
-    def affine(self) -> Affine:
-        scale, shift = self._as_input(self.values).to(self.dtype)
-        return Affine(scale, shift, channel_dim=self.channel_dim, activation=self.activation)
 
-    def flattened(self, size: int) -> Tensor | None:
-        """Scale and shift of a whole sample of ``size`` entries, ``(2, size)``; ``None`` where they do not fit."""
-        count, rest = divmod(size, self.values.shape[-1])
-        if rest:
-            return None
-        if self.uniform is not None and self.channel_dim in (1, -1):
-            return self.uniform.repeat(1, count) if self.channel_dim == -1 else self.uniform.repeat_interleave(count, 1)
-        values = self.values[:, :count] if self.values.dim() == 3 else self.values  # a shorter sequence
-        sample = self._as_input(values).flatten(1)
-        return sample if sample.shape[1] == size else None
+def as_affine(layer: BatchLayerNorm, values: Tensor) -> Affine:
+    """The module that computes a layer's fixed map."""
+    values = values if values.dim() == 2 else values.movedim(-1, layer.channel_dim).contiguous()
+    scale, shift = values.to(layer.population.batch_mean.dtype)
+    return Affine(scale, shift, channel_dim=layer.channel_dim, activation=layer.activation)
 
-    def _as_input(self, values: Tensor) -> Tensor:
-        """The values in the input's layout."""
-        return values if values.dim() == 2 else values.movedim(-1, self.channel_dim).contiguous()
+
+def flattened(values: Tensor, channel_dim: int, size: int) -> Tensor | None:
+    """A fixed map for a whole sample of ``size`` entries, ``(2, size)``; ``None`` where it does not fit."""
+    sequence = size // values.shape[-1]
+    if values.dim() == 2 and channel_dim in (1, -1):
+        values = values[:, None].expand(2, sequence, -1)
+    elif values.dim() == 3:
+        values = values[:, :sequence]  # a shorter one uses the first positions
+    elif values.dim() == 2:
+        return None
+    sample = values.movedim(-1, channel_dim).flatten(1)
+    return sample if sample.shape[1] == size else None

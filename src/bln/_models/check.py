@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import sys
 import time
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from statistics import quantiles
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .convert import convert, replacements
 from .freeze import difference, floats
@@ -38,97 +37,52 @@ def load(place: str) -> nn.Module:
     return model
 
 
-@dataclass(frozen=True)
-class Step:
-    """Seconds per step, as median, first and third quartile of ``rounds`` steps."""
-
-    before: tuple[float, float, float]
-    after: tuple[float, float, float]
-    rounds: int = _ROUNDS
-
-    def __str__(self) -> str:
-        def shown(times: tuple[float, float, float]) -> str:
-            median, low, high = (f"{1e3 * v:.3g}" if v < 0.1 else f"{1e3 * v:.0f}" for v in times)
-            return f"{median} ms ({low} to {high})"
-
-        return (
-            f"{shown(self.before)} before, {shown(self.after)} after: {self.after[0] / self.before[0]:.2f} times; "
-            f"medians and quartiles of {self.rounds} steps of each, in turn"
-        )
-
-
-@dataclass(frozen=True)
-class Check:
-    """What ``convert`` does to a model.
-
-    Attributes:
-        replaced: The name, class and replacement of each norm that is replaced.
-        notes: What is left or lost, and why.
-        difference: How far outputs in ``eval()`` move, over their largest value; ``None`` without an input.
-        step: The time of a training step; ``None`` without an input.
-    """
-
-    replaced: list[tuple[str, str, str]]
-    notes: list[str]
-    difference: float | None = None
-    step: Step | None = None
-
-    def __str__(self) -> str:
-        lines = [f"convert replaces {len(self.replaced)} norm{'s' * (len(self.replaced) != 1)}"]
-        if self.replaced:
-            rows = [("name", "class", "becomes"), *self.replaced]
-            widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-            lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {new}" for name, kind, new in rows]
-        lines += self.notes or ["Every norm that it knows is replaced."]
-        if self.difference is not None:
-            lines.append(f"Outputs in eval() move by {self.difference:.1g} of the largest.")
-        if self.step is not None:
-            lines.append(f"A training step, forward and backward: {self.step}.")
-        return "\n".join(lines)
-
-
 def check(
     model: nn.Module, input_shape: tuple[int, ...] | None = None, *, groups: int = 8, device: str | torch.device = "cpu"
-) -> Check:
-    """Try ``convert(model, groups=groups)`` on copies.
-
-    Args:
-        model: Any module.
-        input_shape: The shape of random inputs, samples first, to compare outputs and time training steps on.
-        groups: As in ``convert``.
-        device: Where to run it.
-    """
+) -> str:
+    """Describe what ``convert(model, groups=groups)`` would do, on random inputs of a shape too; the model stays."""
     model = model.to(device)
     found, notes = replacements(model, groups)
-    norms = [(name or "the model", module) for name, module in model.named_modules() if module in found]
-    replaced = [(name, type(norm).__name__, " ".join(str(found[norm]).split())) for name, norm in norms]
-    if input_shape is None or not replaced:
-        return Check(replaced, notes + ["There is nothing to compare."] * (input_shape is not None))
+    lines = [f"convert replaces {len(found)} norm{'s' * (len(found) != 1)}"]
+    if found:
+        norms = [(name or "the model", norm) for name, norm in model.named_modules() if norm in found]
+        rows = [(name, type(norm).__name__, " ".join(str(found[norm]).split())) for name, norm in norms]
+        rows = [("name", "class", "becomes"), *rows]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {new}" for name, kind, new in rows]
+    lines += notes or ["Every norm that it knows is replaced."]
+    if input_shape is not None:
+        lines += _compare(model, input_shape, groups) if found else ["There is nothing to compare."]
+    return "\n".join(lines)
+
+
+def _compare(model: nn.Module, input_shape: tuple[int, ...], groups: int) -> list[str]:
+    """Compare outputs and training steps of copies of the model, before and after the conversion."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those are the notes
-        models = copy.deepcopy(model), convert(copy.deepcopy(model), groups=groups)
-    x = torch.randn(input_shape, device=device)
+        before, after = copy.deepcopy(model), convert(copy.deepcopy(model), groups=groups)
+    x = torch.randn(input_shape, device=next(model.parameters(), torch.empty(0)).device)
+
+    def step(model: nn.Module) -> float:
+        started = time.perf_counter()
+        model.zero_grad(set_to_none=True)
+        torch.stack([y.float().square().mean() for y in floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
+        if x.device.type != "cpu":
+            torch.accelerator.synchronize(x.device)
+        return 1e3 * (time.perf_counter() - started)
+
     try:
         with torch.no_grad():
-            moved = difference(*(each.eval()(x) for each in models))
-        return Check(replaced, notes, moved, _time([each.train() for each in models], x))
+            moved = difference(before.eval()(x), after.eval()(x))
+        before.train(), after.train()
+        # In turn, so that both meet the same disturbances. In the first two, kernels are chosen and compiled.
+        times = [(step(before), step(after)) for _ in range(2 + _ROUNDS)][2:]
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"the model cannot be run on random inputs of shape {tuple(input_shape)}: {error}") from error
-
-
-def _time(models: list[nn.Module], x: Tensor) -> Step:
-    """Time training steps of two models in turn, so that both meet the same disturbances."""
-    times: list[list[float]] = [[], []]
-    for _ in range(2 + _ROUNDS):
-        for model, found in zip(models, times, strict=True):
-            started = time.perf_counter()
-            model.zero_grad(set_to_none=True)
-            torch.stack([y.float().square().mean() for y in floats(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
-            if x.device.type != "cpu":
-                torch.accelerator.synchronize(x.device)
-            found.append(time.perf_counter() - started)
-    # In the first two, kernels are chosen and compiled, memory is allocated.
-    (low, median, high), (low_after, median_after, high_after) = (
-        statistics.quantiles(found[2:], n=4, method="inclusive") for found in times
-    )
-    return Step((median, low, high), (median_after, low_after, high_after))
+    quartiles = [quantiles(found, n=4, method="inclusive") for found in zip(*times, strict=True)]
+    shown = [f"{median:.2f} ms ({low:.2f} to {high:.2f})" for low, median, high in quartiles]
+    return [
+        f"Outputs in eval() move by {moved:.1g} of the largest.",
+        f"A training step, forward and backward: {shown[0]} before, {shown[1]} after: "
+        f"{quartiles[1][1] / quartiles[0][1]:.2f} times; medians and quartiles of {_ROUNDS} steps of each, in turn.",
+    ]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from .._spec import Spec
+from .._spec import positive
 from ..layer import BatchLayerNorm
 from . import padding
-from .calibrate import hooked, swap
-from .norms import NORMS, bln_layers, build, find_rule, looks_like_a_norm, qualified
+from .calibrate import hooked, layers, swap
+from .norms import build, find_rule, looks_like_a_norm, qualified
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,29 +32,21 @@ def convert(
       and starts at ``1/m = 0``.
     - GroupNorm and InstanceNorm become the grouped form with the norm's own groups, at ``1/m = 1``.
     - LayerNorm over the features of each position becomes ``groups=None``, at ``1/m = 1``.
+    - A norm of another class is run on random inputs, and replaced if BLN computes the same. A ReLU, SiLU or exact
+      GELU inside becomes ``activation=``; other modules inside follow the layer.
 
     ``mix_eps`` is 0, so that the other half has no weight; training then moves ``1/m`` to the truth. Parameters stay
-    the same objects, so an optimizer keeps working. Where ``momentum`` is ``None``, each mini-batch that a BatchNorm
-    has seen is taken to be of 32 samples, since it does not store their number. Samples must come first: build
-    transformers with ``batch_first=True``.
-
-    A norm of another class, such as a subclass with an activation, is run on random inputs. It is replaced if BLN
-    computes the same, followed by the modules inside the norm: a lone ReLU, SiLU or exact GELU becomes ``activation=``,
-    others follow the layer. A warning names the norms that are left and why, norms whose hooks are lost, and a module
-    that takes samples second; it also says if there is nothing to convert.
+    the same objects, so an optimizer keeps working. Samples must come first: build transformers with
+    ``batch_first=True``. A warning names the norms that are left and why, and norms whose hooks are lost.
 
     Parts that are called with ``src_key_padding_mask``, ``tgt_key_padding_mask`` or, in Hugging Face's models,
     ``attention_mask`` get hooks that pass it to the BLN layers inside, see ``bln.padding``: in training padding enters
     no statistic. In ``eval()`` they do so only where a configuration takes batch statistics from the mini-batch.
-    Training warns once where such a mask does not reach what was a LayerNorm, as one outside of those parts.
-
-    With ``process_group`` all BLN layers are synchronized over its ranks, new and old; old ones keep statistics,
-    parameters and configuration.
 
     Args:
         model: Any module. If it is itself a norm, use what is returned.
         groups: As in ``BatchLayerNorm``, for each BatchNorm: the largest divisor of its features up to this.
-        process_group: As in ``BatchLayerNorm``. ``None`` leaves BLN layers as they are; those made of a
+        process_group: As in ``BatchLayerNorm``, for all BLN layers, new and old. With ``None``, those made of a
             ``SyncBatchNorm`` get its group.
 
     Returns:
@@ -70,22 +62,21 @@ def convert(
           (2): ReLU()
         )
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch module, got {type(model).__name__}")
-    if groups is None:
-        raise ValueError("groups must be an integer of at least 1, got None; what is made of a BatchNorm has groups")
-    Spec.of(groups)
+    positive("groups must be", groups)
     found, notes = replacements(model, groups)
     swap(model, found)
     converted = found.get(model, model)
-    if not (notes or any(bln_layers(converted))):
+    if not (notes or layers(converted)):
         notes.append(
             f"{type(model).__name__} has no norms, and is as it was; bln.insert(model, example) puts BLN behind its "
             "nonlinearities"
         )
-    for module in converted.modules():
-        _leave_fast_path(module)
-        if isinstance(module, BatchLayerNorm) and process_group is not None:
+    for module in converted.modules():  # torch's fused encoder would run its own layer norm on the weights of ours
+        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.norm1, BatchLayerNorm):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and layers(module):
+            module.use_nested_tensor = False
+        elif isinstance(module, BatchLayerNorm) and process_group is not None:
             module.process_group = process_group
     padding.install(converted)
     if notes:
@@ -97,6 +88,8 @@ def replacements(
     model: nn.Module, groups: int, *, batch_norms: bool = False
 ) -> tuple[dict[nn.Module, nn.Module], list[str]]:
     """Build the BLN layer for each norm of a model, or for its batch norms alone; add notes on what is left or lost."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch module, got {type(model).__name__}")
     found: dict[nn.Module, nn.Module] = {}
     notes, left = list[str](), dict[str, list[str]]()
     like = next(chain(model.parameters(), model.buffers()), torch.empty(0))
@@ -104,40 +97,21 @@ def replacements(
         if not looks_like_a_norm(module):
             continue
         name = path or "the model"
-        if isinstance(module, NORMS) and not module.eps > 0:
-            raise ValueError(
-                f"{name}: {qualified(module)} has eps={module.eps}, which BLN cannot take over: it must be positive, "
-                "as it keeps a constant feature from 0/0. Set one before, as in norm.eps = 1e-5"
-            )
         rule = find_rule(module, groups)
         if isinstance(rule, str):
             left.setdefault(f"left as it is, {qualified(module)}: {rule}", []).append(name)
         elif rule.kind == "batch" or not batch_norms:
             found[module] = build(module, rule, like)
             if hooked(module):
-                old = type(module).__name__
-                notes.append(f"{name}: its hooks stay with the {old} that was there; register them anew")
+                notes.append(f"{name}: its hooks stay with the old {type(module).__name__}; register them anew")
     notes += [f"{padding.listed(names)}: {reason}" for reason, names in left.items()]
-    if any(layer.channel_dim == -1 for new in found.values() for layer in bln_layers(new)):
-        # A transformer's layer asks its attention.
-        parts = ((name, part, getattr(part, "self_attn", part)) for name, part in model.named_modules())
-        notes += [
-            f"{name or 'the model'}: {type(part).__name__} has batch_first=False, but BLN takes the first dimension "
-            "for samples; build the model with batch_first=True"
-            for name, part, attention in parts
-            if getattr(attention, "batch_first", None) is False
-        ][:1]
+    second = [name for name, part in model.named_modules() if getattr(part, "batch_first", None) is False]
+    if second and any(layer.channel_dim == -1 for new in found.values() for layer in layers(new).values()):
+        notes.append(
+            f"{second[0] or 'the model'} has batch_first=False, but BLN takes the first dimension for samples; build "
+            "the model with batch_first=True"
+        )
     return found, notes
-
-
-def _leave_fast_path(module: nn.Module) -> None:
-    """Keep a transformer from its fused layer norm, which it would run on the weights of ours."""
-    if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.norm1, BatchLayerNorm):
-        module.activation_relu_or_gelu = 0
-    if isinstance(module, nn.TransformerEncoder) and any(
-        isinstance(getattr(layer, "norm1", None), BatchLayerNorm) for layer in module.layers
-    ):
-        module.use_nested_tensor = False
 
 
 def load_pretrained(kind: type[M], *args: Any, groups: int = 8, **kwargs: Any) -> M:

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from .._activation import MODULES
 from ..layer import BatchLayerNorm
 from ..population import STATISTICS
-from .affine import FixedMap
+from .affine import as_affine, fixed_map
 from .calibrate import hooked, required_layers, swap, unwrapped
 from .insert import call
-from .neighbours import TRANSPOSED, Neighbour, Places, watch
+from .neighbours import TRANSPOSED, Fold, Neighbours, watch
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def freeze(
 
     Nothing is folded across a nonlinearity or other operations. A layer that is used twice, shares weights, has hooks,
     parametrizations or less than float32 precision takes nothing in (freeze first, then ``.half()``). A convolution
-    that pads with zeros takes in no shift. Neighbours are found by ``torch.fx``.
+    that pads with zeros takes in no shift. Neighbours are found by ``torch.fx``, outside of modules with hooks.
 
     The model is changed in place and is for inference from then on: ``train()`` brings back dropout, but no mini-batch
     statistics. Save the state dict before freezing, and freeze after loading. Call it as a whole: a part that is called
@@ -90,23 +90,23 @@ def freeze(
     """
     found, wrapper, model = required_layers(model), model.eval(), unwrapped(model)
     calls, before = (None, None) if example is None else watch(model, example)
-    done, replacements, folds = FreezeReport(), dict[nn.Module, nn.Module](), list[tuple[Neighbour, FixedMap]]()
+    done, replacements, folds = FreezeReport(), dict[nn.Module, nn.Module](), list[Fold]()
     with torch.inference_mode(False), torch.no_grad():
-        places = Places(model, calls)
+        neighbours = Neighbours(model, calls)
         for name, layer in found.items():
             if why := _not_fixed(layer):
                 done.left[name] = why
                 continue
-            fixed = FixedMap(layer)
-            neighbour = places.find(layer, fixed)
-            if isinstance(neighbour, str):
-                replacements[layer], done.kept[name] = fixed.affine(), neighbour
+            values = fixed_map(layer)
+            fold = neighbours.find(layer, values)
+            if isinstance(fold, str):
+                replacements[layer], done.kept[name] = as_affine(layer, values), fold
             else:
                 replacements[layer] = nn.Identity() if layer.activation is None else MODULES[layer.activation]()
-                done.folded[name] = f"into {places.names[neighbour.module]}"
-                folds.append((neighbour, fixed))
-        for neighbour, fixed in folds:  # nothing is changed before everything is decided
-            _fold(neighbour, fixed)
+                done.folded[name] = f"into {neighbours.names[fold.module]}"
+                folds.append(fold)
+        for fold in folds:  # nothing is changed before everything is decided
+            _apply(fold)
     swap(model, replacements)
     frozen = replacements.get(model, model).eval()
 
@@ -132,27 +132,22 @@ def _not_fixed(layer: BatchLayerNorm) -> str | None:
     return None
 
 
-def _fold(neighbour: Neighbour, fixed: FixedMap) -> None:
+def _apply(fold: Fold) -> None:
     """Change a module's parameters, in float64; they are new objects, so that older references keep the old values."""
-    module: Any = neighbour.module
-    weight, bias = module.weight, module.bias
-    groups, transposed = getattr(module, "groups", 1), isinstance(module, TRANSPOSED)
-    values = fixed.flattened(module.in_features) if neighbour.flattened else fixed.uniform
-    scale, shift = values.to(weight.device)  # type: ignore[union-attr]
-
-    # (groups, outputs, inputs, *kernel); a transposed convolution has inputs first
-    taps = weight.double().reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-    taps = taps.transpose(1, 2) if transposed else taps
-    kernel = [1] * (taps.dim() - 3)
-    new_bias = taps.new_zeros(taps.shape[0] * taps.shape[1]) if bias is None else bias.double()
-    if neighbour.side == "before":
-        taps = taps * scale.reshape(groups, -1, 1, *kernel)
+    module: Any = fold.module
+    weight, bias, groups = module.weight, module.bias, getattr(module, "groups", 1)
+    scale, shift = fold.values.to(weight.device)
+    # (groups, outputs, inputs, taps); a transposed convolution has inputs first
+    taps = weight.double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+    taps = taps.transpose(1, 2) if isinstance(module, TRANSPOSED) else taps
+    new_bias = torch.zeros_like(taps[:, :, 0, 0]).flatten() if bias is None else bias.double()
+    if fold.side == "before":
+        taps = taps * scale.reshape(groups, -1, 1, 1)
         new_bias = scale * new_bias + shift
     else:
-        if shift.any():
-            new_bias = new_bias + (taps * shift.reshape(groups, 1, -1, *kernel)).flatten(2).sum(2).flatten()
-        taps = taps * scale.reshape(groups, 1, -1, *kernel)
-    taps = (taps.transpose(1, 2) if transposed else taps).reshape(weight.shape)
+        new_bias = new_bias + (taps.sum(-1) @ shift.reshape(groups, -1, 1)).flatten()
+        taps = taps * scale.reshape(groups, 1, -1, 1)
+    taps = (taps.transpose(1, 2) if isinstance(module, TRANSPOSED) else taps).reshape(weight.shape)
     module.weight = nn.Parameter(torch.empty_like(weight).copy_(taps), requires_grad=weight.requires_grad)
     if bias is not None or new_bias.any():
         like = weight if bias is None else bias
@@ -161,13 +156,11 @@ def _fold(neighbour: Neighbour, fixed: FixedMap) -> None:
 
 def difference(before: Any, after: Any) -> float:
     """The largest difference of two outputs, over the largest value."""
-    pairs = ((a.cpu().double(), b.cpu().double()) for a, b in zip(floats(before), floats(after), strict=True))
-    found = [(a.abs().max().item(), (a - b).abs().max().item()) for a, b in pairs if a.numel()]
-    largest, moved = map(max, zip(*found, strict=True)) if found else (0.0, 0.0)
-    return moved / largest if largest else moved
+    zero = torch.zeros(1, dtype=torch.float64)  # for outputs without a value
+    a, b = (torch.cat([zero, *(t.cpu().double().flatten() for t in floats(each))]) for each in (before, after))
+    return (a - b).abs().max().item() / (a.abs().max().item() or 1.0)
 
 
 def floats(outputs: Any) -> list[Tensor]:
     """The floating point tensors of a model's outputs."""
-    outputs = dict(outputs) if hasattr(outputs, "keys") else outputs
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -19,13 +19,10 @@ NONLINEARITIES = (
     nn.Tanh, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
     nn.Hardswish, nn.Softplus,
 )  # fmt: skip
-
-_FEATURES_SECOND = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
 _FEATURES_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm)
 _KEEP_LAYOUT = (
     "pool", "drop", "norm", "pad", "add", "sub", "mul", "div", "upsample", "interpolate", "identity", "clone",
+    *(kind.__name__.lower() for kind in NONLINEARITIES),
 )  # fmt: skip
 
 
@@ -66,35 +63,32 @@ def insert(
     if not all(isinstance(kind, type) for kind in after):
         raise TypeError(f"after must be a module type such as nn.Tanh, or a tuple of some, got {after}")
     try:
-        graph = Tracer().trace(model)
+        traced = fx.GraphModule(model, Tracer().trace(model))
     except Exception as error:
         raise ValueError(
             f"torch.fx cannot trace {type(model).__name__} ({error}); place bln.BatchLayerNorm by hand, behind each "
             "nonlinearity"
         ) from error
-    traced = fx.GraphModule(model, graph)
     with preserved(traced), redirect_stderr(StringIO()):  # where it prints an error, too
         call(ShapeProp(traced.eval()).propagate, example if isinstance(example, tuple) else (example,))
 
-    names = {kind.__name__.lower() for kind in after}
-    nonlinear = [node for node in traced.graph.nodes if _is_nonlinear(node, after, names)]
+    nonlinear = [node for node in traced.graph.nodes if _is_nonlinear(node, after)]
     found = [node for node in nonlinear if not any(isinstance(called(user), BatchLayerNorm) for user in node.users)]
     if not found:
-        kind, wanted = type(model).__name__, ", ".join(kind.__name__ for kind in after)
         raise ValueError(
-            f"each nonlinearity of {kind} has a BatchLayerNorm behind it already"
-            if nonlinear
-            else f"{kind} has none of the nonlinearities {wanted}; pass after="
+            f"{type(model).__name__} has no nonlinearity without a BatchLayerNorm behind it; after= are the types to "
+            f"look for, {', '.join(kind.__name__ for kind in after)}"
         )
     like = next(model.parameters(), torch.empty(0))
+    dims = _feature_dims(traced.graph)
     for node in found:
         _refuse_in_place(node)
-        shape = node.meta["tensor_meta"].shape
-        dim = _find_channel_dim(node) if channel_dim is None else channel_dim
+        shape = tuple(node.meta["tensor_meta"].shape)
+        dim = channel_dim if channel_dim is not None else -1 if len(shape) == 2 else dims.get(node)
         if not (isinstance(dim, int) and -len(shape) < dim < len(shape) and dim != 0):
             raise ValueError(
-                f"channel_dim must be a dimension of {node.name}, whose shape is {tuple(shape)}, but not that of "
-                f"samples: 1, or -1 for features last; got {dim!r}"
+                f"cannot tell where the features of {node.name}, shape {shape}, stand; pass channel_dim=1 for "
+                f"(N, C, *positions), -1 for (N, *positions, C), or another dimension but 0; got {channel_dim!r}"
             )
         layer = BatchLayerNorm(shape[dim], channel_dim=dim, **{"device": like.device, "dtype": like.dtype, **kwargs})
         name = f"{node.name}_bln"
@@ -105,13 +99,12 @@ def insert(
             placed = traced.graph.call_module(name, (node,))
         node.replace_all_uses_with(placed, delete_user_cb=lambda user, placed=placed: user is not placed)
     traced.recompile()
-    for node in traced.graph.nodes:
-        if node.op == "call_function" and "dropout" in node.target.__name__:
-            warnings.warn(
-                f"bln.insert: {node.name} is a function, so tracing fixed whether it drops; train() and eval() do not "
-                "change that any more. Use an nn.Dropout module",
-                stacklevel=2,
-            )
+    if any(node.op == "call_function" and "dropout" in _name(node) for node in traced.graph.nodes):
+        warnings.warn(
+            "bln.insert: tracing fixed whether a dropout function drops; train() and eval() do not change that any "
+            "more. Use an nn.Dropout module",
+            stacklevel=2,
+        )
     return traced
 
 
@@ -151,11 +144,14 @@ def _name(node: fx.Node) -> str:
     return str(name).lower().strip("_").replace("_", "")
 
 
-def _is_nonlinear(node: fx.Node, after: tuple[type, ...], names: set[str]) -> bool:
+def _is_nonlinear(node: fx.Node, after: tuple[type, ...]) -> bool:
     """Whether a node applies one of these nonlinearities to samples with features."""
     module = called(node)
-    function = node.op in ("call_function", "call_method") and _name(node) in names
-    return (function if module is None else type(module) in after) and len(node.meta["tensor_meta"].shape) >= 2
+    if module is None:
+        known = node.op in ("call_function", "call_method") and _name(node) in [kind.__name__.lower() for kind in after]
+    else:
+        known = type(module) in after
+    return known and len(node.meta["tensor_meta"].shape) >= 2
 
 
 def _refuse_in_place(node: fx.Node) -> None:
@@ -169,25 +165,18 @@ def _refuse_in_place(node: fx.Node) -> None:
         )
 
 
-def _find_channel_dim(node: fx.Node) -> int:
-    """Find the dimension of features from the layer that made them, past operations that keep the layout."""
-    shape = tuple(node.meta["tensor_meta"].shape)
-    if len(shape) == 2:
-        return -1
-    nonlinear = {kind.__name__.lower() for kind in NONLINEARITIES}
-    waiting = list(node.all_input_nodes)
-    for source in waiting:
-        module, name = called(source), _name(source)
-        if isinstance(module, _FEATURES_SECOND) or name.startswith("conv"):
-            return 1
-        if isinstance(module, _FEATURES_LAST) or name == "linear":
-            return -1
+def _feature_dims(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Where features stand after the layers that made them, and after operations that keep the layout."""
+    dims: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        module, name = called(node), _name(node)
+        known = [dims[source] for source in node.all_input_nodes if source in dims]
         if isinstance(module, BatchLayerNorm):
-            return module.channel_dim
-        if name not in nonlinear and not any(part in name for part in _KEEP_LAYOUT):
-            break
-        waiting += (source for source in source.all_input_nodes if source not in waiting)
-    raise ValueError(
-        f"cannot tell where the features of {node.name}, shape {shape}, stand; pass channel_dim=1 for "
-        "(N, C, *positions) or channel_dim=-1 for (N, *positions, C)"
-    )
+            dims[node] = module.channel_dim
+        elif name.startswith("conv"):
+            dims[node] = 1
+        elif isinstance(module, _FEATURES_LAST) or name == "linear":
+            dims[node] = -1
+        elif known and any(part in name for part in _KEEP_LAYOUT):
+            dims[node] = known[0]
+    return dims

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -14,27 +15,12 @@ from torch import Tensor, nn
 
 from .._activation import MODULES, Activation
 from ..layer import BatchLayerNorm
-from .calibrate import HOOKS, hooked
+from .calibrate import HOOKS, hooked, layers
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
-
-
-class NormAct(nn.Sequential):
-    """A BLN layer, ``norm``, followed by the modules of the old norm under their old names.
-
-    Other attributes are looked up in ``norm``: ``weight``, ``bias``, ``eps``, ``config``.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "norm":
-                raise
-            return getattr(self.norm, name)
 
 
 # ---- which BLN layer computes what a norm does
@@ -60,9 +46,9 @@ def looks_like_a_norm(module: nn.Module) -> bool:
     weights = kind.__module__.startswith("torch.nn.utils.")  # are what those norms normalize
     named = re.search(r"Norm([A-Z\d]|$)", kind.__name__) and not weights
     built = any(hasattr(module, name) for name in ("running_mean", "normalized_shape", "num_groups"))
-    if not (named or (built and _eps(module) is not None)) or any(bln_layers(module)):
+    if not (named or (built and _eps(module) is not None)) or layers(module):
         return False
-    return not any(looks_like_a_norm(child) or any(True for _ in child.parameters()) for child in module.children())
+    return not any(looks_like_a_norm(child) or list(child.parameters()) for child in module.children())
 
 
 def find_rule(norm: nn.Module, groups: int) -> _Rule | str:
@@ -76,14 +62,14 @@ def find_rule(norm: nn.Module, groups: int) -> _Rule | str:
             return f"its {name} is computed, as by pruning; make that permanent"
     if isinstance(norm, nn.LayerNorm) and len(norm.normalized_shape) != 1:
         return f"normalized_shape={tuple(norm.normalized_shape)} spans more than the features of a position"
+    if isinstance(norm, NORMS) and not norm.eps > 0:
+        return f"its eps={norm.eps} lets a constant feature be 0/0; set one before, as in norm.eps = 1e-5"
     features, eps = _features(norm), _eps(norm)
     if features is None:
         return "it has no weight, bias or running mean of one dimension, which BLN could take over"
-    if eps is None:
-        return _try(norm, [], features, 1e-5)
-    rules = list(_candidates(norm, features, groups))
+    rules = [] if eps is None else list(_candidates(norm, features, groups))
     plain = type(norm) in NORMS and "forward" not in vars(norm)
-    return rules[0] if plain else _try(norm, rules, features, eps)
+    return rules[0] if plain else _try(norm, rules, eps or 1e-5, features)
 
 
 def _candidates(norm: Any, features: int, groups: int) -> Iterator[_Rule]:
@@ -105,7 +91,7 @@ def _candidates(norm: Any, features: int, groups: int) -> Iterator[_Rule]:
 
 
 @torch.no_grad()
-def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rule | str:
+def _try(norm: nn.Module, rules: list[_Rule], eps: float, features: int) -> _Rule | str:
     """The first rule by which BLN gives the norm's outputs on random inputs in ``eval()``, or why there is none."""
     random = torch.Generator("cpu").manual_seed(0)
     group = getattr(norm, "process_group", None)  # cannot be copied
@@ -116,10 +102,9 @@ def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rul
     for hooks in HOOKS:
         getattr(probe, hooks).clear()
     for name, value in chain(probe.named_parameters(), probe.named_buffers()):
+        value.zero_()
         if value.is_floating_point():
-            value.copy_(torch.rand(value.shape, generator=random, device="cpu", dtype=torch.float32) + 0.5)
-        else:
-            value.zero_()
+            value += torch.rand(value.shape, generator=random, device="cpu", dtype=torch.float32) + 0.5
         if name == "running_var":
             value[::2] *= eps  # so that another eps would show
     behind = tuple(sorted((n for n, m in probe.named_children() if type(m) is not nn.Identity), key="drop".__ne__))
@@ -133,14 +118,18 @@ def _try(norm: nn.Module, rules: list[_Rule], features: int, eps: float) -> _Rul
     if not found:
         return f"it cannot be run on an input alone ({failures[0]})"
     most = max(x.dim() for _, x, _ in found)  # (N, C) alone does not say where features stand
-    for rule in (rule._replace(behind=held) for rule in rules for held in dict.fromkeys((behind, ()))):
+    for rule in (rule._replace(behind=behind) for rule in rules):
         new = build(probe, rule, torch.empty(0, device="cpu")).eval()
         pairs = [(x, y) for channel_dim, x, y in found if channel_dim == rule.channel_dim]
         # A parameter that a rule would drop may matter in training.
         complete = {id(p) for p in new.parameters()} == {id(p) for p in probe.parameters()}
         if complete and any(x.dim() == most for x, _ in pairs) and all(_agrees(new, x, y) for x, y in pairs):
             return rule
-    return _what_else(probe, *found[0][1:])
+    x = found[0][1][:1]  # a sample of usual size
+    y = probe(x.clone())
+    if isinstance(y, Tensor) and _agrees(probe, 2 * x, y) and not _agrees(probe, x + 1, y):
+        return "it subtracts no mean, as RMSNorm; BLN does"
+    return "it computes no batch, layer, group or instance normalization with its own weight, bias and eps"
 
 
 def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator) -> Iterator[Tensor]:
@@ -160,14 +149,6 @@ def _agrees(new: nn.Module, x: Tensor, y: Any) -> bool:
     except Exception:  # a module of the norm may not take its output
         return False
     return isinstance(y, Tensor) and found.shape == y.shape and bool((found - y).abs().max() <= 1e-4 * y.abs().max())
-
-
-def _what_else(probe: nn.Module, x: Tensor, y: Any) -> str:
-    """Why no rule fits."""
-    x = x[:1]  # a sample of usual size
-    if isinstance(y, Tensor) and _agrees(probe, 2 * x, y := probe(x.clone())) and not _agrees(probe, x + 1, y):
-        return "it subtracts no mean, as RMSNorm; BLN does"
-    return "it computes no batch, layer, group or instance normalization with its own weight, bias and eps"
 
 
 def _features(norm: Any) -> int | None:
@@ -208,12 +189,11 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
     if isinstance(norm, _INSTANCE_NORMS):
         momentum = momentum or 0.0  # torch's meaning of None there
     behind = {name: norm.get_submodule(name) for name in rule.behind}
-    activation = _activation(list(behind.values()))
+    activation = _activation(behind.values())
     layer = BatchLayerNorm(
         rule.features, groups=rule.groups, channel_dim=rule.channel_dim, per_position=False, dim_scale=False,
-        eps=_eps(norm) or 0.0,  # 0 is refused
-        mix_eps=0.0, momentum=momentum, affine=weight is not None, bias=bias is not None, activation=activation,
-        device=tensor.device, dtype=tensor.dtype,
+        eps=_eps(norm) or 0.0, mix_eps=0.0, momentum=momentum, affine=weight is not None, bias=bias is not None,
+        activation=activation, device=tensor.device, dtype=tensor.dtype,
     )  # fmt: skip
     layer.weight, layer.bias = weight, bias
     if isinstance(norm, nn.SyncBatchNorm):
@@ -235,29 +215,18 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
     layer.train(norm.training)
     if activation is not None or not rule.behind:
         return layer
-    new = NormAct()
+    new = nn.Sequential(OrderedDict[str, nn.Module](norm=layer, **behind))
     new.training = norm.training
-    for name, child in {"norm": layer, **behind}.items():
-        setattr(new, name, child)  # add_module would find the norm's attributes, such as activation
     return new
 
 
-def _activation(behind: list[nn.Module]) -> Activation | None:
+def _activation(behind: Iterable[nn.Module]) -> Activation | None:
     """The activation that these modules amount to, if the layer has it."""
-    if any(map(hooked, behind)):
+    working = [m for m in behind if hooked(m) or not (isinstance(m, _DROPOUTS) and m.p == 0)]
+    if len(working) != 1 or hooked(working[0]):
         return None
-    working = [module for module in behind if not (isinstance(module, _DROPOUTS) and module.p == 0)]
-    if len(working) != 1 or any(True for _ in chain(working[0].parameters(), working[0].buffers())):
-        return None
+    # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.
+    name: Any = type(working[0]).__name__.lower()
     x = torch.linspace(-20, 20, 401, device="cpu", dtype=torch.float32)
-    for name, kind in MODULES.items():
-        # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.
-        named = type(working[0]).__name__.lower() == name
-        if named and torch.allclose(working[0](x.clone()), kind()(x), rtol=1e-5, atol=1e-6):
-            return name
-    return None
-
-
-def bln_layers(module: nn.Module) -> Iterator[BatchLayerNorm]:
-    """The BLN layers of a module."""
-    return (m for m in module.modules() if isinstance(m, BatchLayerNorm))
+    same = name in MODULES and torch.allclose(working[0](x.clone()), MODULES[name]()(x), rtol=1e-5, atol=1e-6)
+    return name if same else None

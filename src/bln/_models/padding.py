@@ -45,16 +45,10 @@ def padding(mask: Tensor) -> AbstractContextManager[None]:
 
 
 class _Given(AbstractContextManager[None]):
-    """A mask, or ``None``, for the layers that run while it is the innermost.
+    """A mask, or ``None``, for the layers that run while it is the innermost; without an owner, the user's."""
 
-    Args:
-        mask: The mask.
-        owner: The module whose hook gave it.
-        asked: Whether the user gave it, and not a hook.
-    """
-
-    def __init__(self, mask: Tensor | None, owner: nn.Module | None = None, asked: bool = True) -> None:
-        self.mask, self.owner, self.asked = mask, owner, asked
+    def __init__(self, mask: Tensor | None, owner: nn.Module | None = None) -> None:
+        self.mask, self.owner = mask, owner  # the module whose hook gave it
 
     def __enter__(self) -> None:
         _here.given.append(self)
@@ -62,18 +56,17 @@ class _Given(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         _here.given.pop()
 
-    def fits(self, layer: BatchLayerNorm, x: Tensor) -> bool:
-        """Whether the layer uses the mask for this input.
+    def mask_for(self, layer: BatchLayerNorm, x: Tensor) -> Tensor | None:
+        """The mask, if the layer uses it for this input.
 
         In ``eval()`` a hook's mask is used only where it changes a statistic. So a converted model keeps its function
         at padded entries too, which convolutions and poolings see.
         """
-        if self.mask is None or not (self.asked or layer.training or layer.config.uses_batch):
-            return False
-        shape = list(x.shape)
-        if -len(shape) <= layer.channel_dim < len(shape):
-            del shape[layer.channel_dim]
-        return list(self.mask.shape) == shape
+        if self.mask is None or not (self.owner is None or layer.training or layer.config.uses_batch):
+            return None
+        features = layer.channel_dim, layer.channel_dim + x.dim()
+        fits = list(self.mask.shape) == [size for dim, size in enumerate(x.shape) if dim not in features]
+        return self.mask.to(x.device) if fits else None
 
 
 class _Here(threading.local):
@@ -107,10 +100,9 @@ def normalize(layer: BatchLayerNorm, x: Tensor, forward: Callable[[Tensor, Tenso
     again = recomputing()
     if again and (given is None or given.owner is None):
         given = _recall(layer) or given
-    if given is None or given.mask is None or not given.fits(layer, x):
-        return forward(x, None)
-    y = forward(x, given.mask.to(x.device))
-    if layer.training and not again and not torch.compiler.is_compiling():
+    mask = None if given is None else given.mask_for(layer, x)
+    y = forward(x, mask)
+    if given is not None and mask is not None and layer.training and not (again or torch.compiler.is_compiling()):
         _remember(layer, given, y)
     return y
 
@@ -154,12 +146,10 @@ _PADDED = ("src_key_padding_mask", "tgt_key_padding_mask")
 
 def install(model: nn.Module) -> None:
     """Add hooks to each part of ``model`` that takes a padding mask; they pass it to the BLN layers inside."""
-    from ..layer import BatchLayerNorm  # which imports this module
+    from .calibrate import layers  # which imports this module
 
-    def is_layer(module: nn.Module) -> bool:
-        return isinstance(module, BatchLayerNorm)
-
-    modules = [m for m in model.modules() if any(map(is_layer, m.modules())) and not is_layer(m)]
+    found = set(layers(model).values())
+    modules = [m for m in model.modules() if layers(m) and m not in found]
     pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
     hooked: dict[nn.Module, str] = {}
     if any("attention_mask" in _arguments(m) for m in pretrained):
@@ -171,20 +161,16 @@ def install(model: nn.Module) -> None:
             hooked[module] = names[0]
     inside = {part for module in hooked for part in module.modules()}
     # A BatchNorm took padding for data before, too; a norm over the features of each position did not.
-    outside = ((name, m) for name, m in model.named_modules() if m not in inside)
-    last = [name for name, m in outside if isinstance(m, BatchLayerNorm) and m.channel_dim == -1]
-    notice = _Notice(listed(last)) if last else None
+    outside = [name for name, layer in layers(model).items() if layer not in inside and layer.channel_dim == -1]
+    if outside:  # attention that is called with a mask shows that their inputs are padded
+        attention = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention) and m.batch_first)
+        hooked |= dict.fromkeys((m for m in attention if m not in inside), "key_padding_mask")
     for module, name in hooked.items():
         if not any(hook is _leave for hook in module._forward_hooks.values()):
             arguments = _arguments(module)
-            at = arguments.index(name) if name in arguments else None
-            module.register_forward_pre_hook(partial(_enter, name=name, at=at, notice=notice), with_kwargs=True)
+            at = arguments.index(name) if name in arguments else len(arguments)
+            module.register_forward_pre_hook(partial(_enter, name=name, at=at, outside=outside), with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
-    if notice is not None:
-        for module in model.modules():
-            known = any(isinstance(hook, _Notice) for hook in module._forward_pre_hooks.values())
-            if not known and isinstance(module, nn.MultiheadAttention) and module.batch_first and module not in inside:
-                module.register_forward_pre_hook(notice, with_kwargs=True)
 
 
 def _arguments(module: nn.Module) -> list[str]:
@@ -196,51 +182,27 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-class _Notice:
-    """A warning, given once, that BLN layers do not get the mask with which another part of the model is called.
-
-    It is a hook of attention outside of the parts that pass masks on.
-    """
-
-    def __init__(self, layers: str) -> None:
-        self.layers, self.said = layers, False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(_arguments(module), args, strict=False)) | kwargs
-        # A mask of another sequence, as in cross attention, says nothing about the layers' inputs.
-        if given.get("key_padding_mask") is not None and given.get("query") is given.get("key"):
-            self.say(module)
-
-    def say(self, module: nn.Module) -> None:
-        if not (self.said or _here.given or torch.compiler.is_compiling()) and module.training:
-            self.said = True
+def _enter(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, at: int, outside: list[str]
+) -> None:
+    """Give the layers of ``module`` its mask, or else the user's mask, but not one for a module around it."""
+    mask = args[at] if at < len(args) else kwargs.get(name)
+    if isinstance(mask, Tensor) and mask.dim() <= 2:
+        if not (torch.compiler.is_compiling() or _here.given) and outside and module.training:
             warnings.warn(
                 f"{type(module).__name__} was called with a padding mask, which BLN layers outside of it do not get: "
-                f"{self.layers}. Where their inputs are padded, padding enters their batch statistics. Call the model "
-                "inside of `with bln.padding(mask):`, mask being true at real entries",
-                stacklevel=3,
+                f"{listed(outside)}. Where their inputs are padded, padding enters their batch statistics. Call the "
+                "model inside of `with bln.padding(mask):`, mask being true at real entries",
+                stacklevel=2,
             )
-
-
-def _enter(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-    *, name: str, at: int | None, notice: _Notice | None,
-) -> None:  # fmt: skip
-    """Give the layers of ``module`` its mask, or else the user's mask, but not one for a module around it."""
-    mask = args[at] if at is not None and at < len(args) else kwargs.get(name)
-    outer = _here.given[-1] if _here.given else None
-    asked = False
-    if isinstance(mask, Tensor) and mask.dim() <= 2:
-        if notice is not None:
-            notice.say(module)
-        padded = name in _PADDED
-        mask = mask != (-torch.inf if padded and mask.is_floating_point() else int(padded))
-    else:
-        asked = outer is not None and outer.asked
-        mask = outer.mask if outer is not None and asked else None
-    _here.given.append(_Given(mask, module, asked))
+            outside.clear()  # it is said once
+        hidden = name != "attention_mask"
+        mask = mask != (-torch.inf if hidden and mask.is_floating_point() else int(hidden))
+        _here.given.append(_Given(mask, module))
+    elif _here.given and _here.given[-1].owner is not None:
+        _here.given.append(_Given(None, module))
 
 
 def _leave(module: nn.Module, *_: Any) -> None:
-    if _here.given and _here.given[-1].owner is module:  # else another hook failed before ours
+    if _here.given and _here.given[-1].owner is module:
         _here.given.pop()

@@ -36,22 +36,16 @@ class Layer:
     """Whether a layer whose statistics show no positions is known to have none."""
     _xp: Any
     """``keras.ops`` or ``jax.numpy``."""
+    _numpy: Callable[[Any], Any]
+    """Returns a copy of a variable as a NumPy array."""
+    _tensor: Callable[[Any, Any], Any]
+    """Returns the value of a variable in a type."""
+    _assign: Callable[[Any, Any], None]
+    """Writes an array of the library, or of NumPy, to a variable; no gradient goes through."""
     _affine: tuple[str, str]
     """The attributes that hold gamma and beta."""
     _calibrating: Callable[[], object] | None = None
     """Called when a batch of a calibration reaches the layer, which then runs as in training."""
-
-    def _numpy(self, variable: Any) -> Any:
-        """Return a variable's value as a NumPy array."""
-        raise NotImplementedError
-
-    def _tensor(self, variable: Any, dtype: Any) -> Any:
-        """Return a variable's value as an array of the library."""
-        raise NotImplementedError
-
-    def _assign(self, variable: Any, value: Any) -> None:
-        """Write an array of the library, or of NumPy, to a variable; no gradient goes through."""
-        raise NotImplementedError
 
     @property
     def config(self) -> StatisticsConfig:
@@ -130,13 +124,14 @@ class Layer:
         """Forget the population: mean 0, variance 1. Known positions stay known."""
         import numpy as np  # not above: bln.transfer imports this module, and torch comes without NumPy
 
-        for name, value in INITIAL.items():
+        # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin.
+        for name, value in INITIAL.items() if self.built else ():
             variable = getattr(self, name)
             self._assign(variable, np.full(variable.shape, value))
 
     def _snapshot(self) -> Snapshot:
         """Return what the layer remembers of its training."""
-        return self.without_positions, {name: self._numpy(getattr(self, name)).copy() for name in INITIAL}
+        return self.without_positions, {name: self._numpy(getattr(self, name)) for name in INITIAL}
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Write values by name to the variables."""
@@ -148,4 +143,4 @@ class Layer:
 
 def new_weight(momentum: float | None) -> float | None:
     """Return the weight of the new value, as torch has it, from that of the old one."""
-    return None if momentum is None else 1 - momentum
+    return None if momentum is None else round(1 - momentum, 12)  # 1 - 0.9 is 0.1 there

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -59,22 +59,15 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
         >>> torch.equal(a.population.batch_mean, b.population.batch_mean)
         True
     """
-    ours, theirs = framework(source), framework(target)
-    sources, targets = ours.layers(source), theirs.layers(target)
+    sources, targets = framework(source).layers(source), framework(target).layers(target)
     pairs = _pairs(sources, targets, names)
-    states = {name: read(sources[name]) for name in pairs}
-    wanted = {name: read(targets[name]) for name in pairs.values()}
-    for side, found in ((ours, states), (theirs, wanted)) if names is None else ():
-        if side.__name__ == "bln.flax":
-            _refuse_ambiguous(found)
+    states = {where: (read(sources[where[0]]), read(targets[where[1]])) for where in pairs.items()}
     fitted, problems, momenta = {}, [], []
-    for name, other in pairs.items():
-        where = f"{name!r} to {other!r}"
-        fitted[other], wrong = _fit(states[name], wanted[other])
-        problems += [f"{where}: {text}" for text in wrong]
-        new_weights = states[name].momentum, wanted[other].momentum
-        if not math.isclose(*(math.inf if weight is None else weight for weight in new_weights), abs_tol=1e-9):
-            momenta.append(f"{where}: {new_weights[0]}, {new_weights[1]}")
+    for (name, other), (ours, theirs) in states.items():
+        fitted[other], wrong = _fit(ours, theirs)
+        problems += [f"{name!r} to {other!r}: {text}" for text in wrong]
+        if ours.momentum != theirs.momentum:
+            momenta.append(f"{name!r} to {other!r}: {ours.momentum}, {theirs.momentum}")
     if problems:
         hint = "" if names is not None or len(pairs) == 1 else "; if layers were paired wrongly, pass names="
         raise ValueError(f"cannot transfer, nothing was changed. {'; '.join(problems)}{hint}")
@@ -97,6 +90,13 @@ def _pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mapping[str,
                 f"the source has {len(sources)} BLN layers {list(sources)}, the target {len(targets)} {list(targets)}; "
                 "they must correspond. For some of them pass names="
             )
+        for found in (sources, targets):
+            if _ambiguous(found):
+                raise ValueError(
+                    f"the BLN layers {list(found)} of a Flax module come in the order of their names, which need not "
+                    "be that of the model, and some have the same shape. Pass names=, the target's name for each of "
+                    "the source's"
+                )
         return dict(zip(sources, targets, strict=True))
     for given, found, side in ((names.keys(), sources, "source"), (names.values(), targets, "target")):
         if unknown := [name for name in given if name not in found]:
@@ -106,25 +106,20 @@ def _pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mapping[str,
     return dict(names)
 
 
-def _refuse_ambiguous(found: dict[str, State]) -> None:
-    """Refuse layers in the order of names, where another order would fit as well."""
-    seen: dict[Any, str] = {}
-    for name, state in found.items():
-        unnumbered = "".join(c for c in name if not c.isdigit())
-        if seen.setdefault(state.tensors["batch_mean"].shape, unnumbered) != unnumbered:
-            raise ValueError(
-                f"the BLN layers {list(found)} of a Flax module come in the order of their names, which need not be "
-                "that of the model, and some have the same shape. Pass names=, the target's name for each of the "
-                "source's"
-            )
+def _ambiguous(found: dict[str, Any]) -> bool:
+    """Whether there are Flax layers of one shape whose names differ in more than numbers."""
+    kinds = {
+        (re.sub(r"\d", "", name), layer.batch_mean.shape)
+        for name, layer in found.items()
+        if type(layer).__module__ == "bln.flax"
+    }
+    return len(kinds) > len({shape for _, shape in kinds})
 
 
 def _fit(source: State, target: State) -> tuple[State, list[str]]:
     """Return the source's state in the shapes and types of the target, and what does not fit."""
     known = source.positions if target.positions is None else target.positions
-    facts: list[tuple[Any, ...]] = [
-        (name, *pair) for name, *pair in zip(Spec._fields, source.spec, target.spec, strict=True)
-    ]
+    facts: list[tuple[str, Any, Any]] = list(zip(Spec._fields, source.spec, target.spec, strict=True))
     if source.spec == target.spec:  # else shapes need not correspond
         facts.append(("positions", known if source.positions is None else source.positions, known))
         facts += [(name, name in source.tensors, name in target.tensors) for name in ("scale", "shift")]
@@ -138,8 +133,8 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
         fitted = value.to(other.dtype)
         if not torch.equal(*(torch.nan_to_num(t) for t in (fitted.to(value.dtype), value))):
             problems.append(f"{name} does not fit into the target's {str(other.dtype).removeprefix('torch.')}")
-        learns = source.positions is None and known is not None and name not in ("scale", "shift")
-        tensors[name] = spread(fitted, name, tuple(other.shape)) if learns else fitted
+        # Only a source that does not know its positions yet has other shapes.
+        tensors[name] = fitted if target.positions is None else spread(fitted, name, tuple(other.shape))
     return source._replace(tensors=tensors, positions=known), problems
 
 
@@ -148,34 +143,29 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
 
 def read(layer: Any) -> State:
     """Return all that a layer holds, as copies on the CPU."""
-    of_torch = not isinstance(layer, _arrays.Layer)
-    if not (of_torch or getattr(layer, "built", True)):
-        raise ValueError(f"layer {layer.name!r} is not built; call it on a batch, or build its model, before")
-    if of_torch:
+    if not isinstance(layer, _arrays.Layer):
         held = {"scale": layer.weight, "shift": layer.bias, **dict(layer.population.named_buffers())}
         tensors = {name: t.detach().cpu().clone() for name, t in held.items() if t is not None}
-        positions, momentum = layer.population.position_shape, layer.momentum
-    else:
-        tensors = {name: _tensor(layer._numpy(v)) for name, v in layer._variables().items() if v is not None}
-        positions, momentum = layer._positions, _arrays.new_weight(layer.momentum)
-    return State(tensors, positions, layer.config, layer.spec, momentum)
+        return State(tensors, layer.population.position_shape, layer.config, layer.spec, layer.momentum)
+    if not layer.built:
+        raise ValueError(f"{layer!r} is not built; call it on a batch, or build its model, before")
+    tensors = {name: _tensor(layer._numpy(variable)) for name, variable in layer._variables().items()}
+    return State(tensors, layer.known_positions, layer.config, layer.spec, _arrays.new_weight(layer.momentum))
 
 
 @torch.no_grad()
 def write(layer: Any, state: State) -> None:
     """Give a layer the state of another, which fits."""
     values, pooled = dict(state.tensors), state.positions == ()
-    of_torch = not isinstance(layer, _arrays.Layer)
-    if of_torch:
+    if isinstance(layer, _arrays.Layer):  # through NumPy, which lacks bfloat16
+        arrays = {name: (v.float() if v.dtype is torch.bfloat16 else v).numpy() for name, v in values.items()}
+        layer._restore((pooled, arrays))
+    else:
         for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):
             if parameter is not None:
                 parameter.copy_(values.pop(name))
         device = layer.population.batch_mean.device
         layer.population.restore((pooled, {name: value.to(device) for name, value in values.items()}))
-    else:
-        # NumPy lacks bfloat16.
-        arrays = {name: (v.float() if v.dtype is torch.bfloat16 else v).numpy() for name, v in values.items()}
-        layer._restore(arrays | {"without_positions": pooled})
     layer.config = state.config
 
 

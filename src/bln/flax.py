@@ -74,6 +74,9 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
     eps, mix_eps = option("eps"), option("mix_eps")
     position_shape = _arrays.Layer.known_positions
     _xp = jnp
+    _numpy = staticmethod(lambda variable: np.array(variable[...]))
+    _tensor = staticmethod(lambda variable, dtype: variable[...].astype(dtype))
+    _assign = staticmethod(lambda variable, v: variable.set_value(jax.lax.stop_gradient(jnp.array(v, variable.dtype))))
     _affine = ("scale", "bias")
 
     def __init__(
@@ -167,15 +170,6 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         """Change the mode, as ``nnx.view`` asks for."""
         if use_running_average is not None:
             self.use_running_average = use_running_average
-
-    def _numpy(self, variable: Any) -> Any:
-        return np.asarray(variable[...])
-
-    def _tensor(self, variable: Any, dtype: Any) -> Any:
-        return variable[...].astype(dtype)
-
-    def _assign(self, variable: Any, value: Any) -> None:
-        variable.set_value(jax.lax.stop_gradient(jnp.array(value, variable.dtype)))
 
 
 # ---- whole models

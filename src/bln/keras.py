@@ -83,6 +83,9 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
 
     epsilon, mix_epsilon = option("eps"), option("mix_eps")
     _xp = ops
+    _numpy = staticmethod(ops.convert_to_numpy)
+    _tensor = staticmethod(ops.cast)
+    _assign = staticmethod(lambda variable, v: variable.assign(ops.stop_gradient(ops.array(v, variable.dtype))))
     _affine = ("gamma", "beta")
 
     def __init__(
@@ -178,27 +181,6 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         y = self._normalize(rows, mask, training)
         return ops.cast(ops.moveaxis(y, -1, self.axis), self.compute_dtype)
 
-    def reset_statistics(self) -> None:
-        """Forget the population: mean 0, variance 1."""
-        if self.built:  # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin
-            super().reset_statistics()
-
-    def _numpy(self, variable: Any) -> Any:
-        return _to_numpy(variable)
-
-    def _tensor(self, variable: Any, dtype: Any) -> Any:
-        return ops.cast(variable, dtype)
-
-    def _assign(self, variable: Any, value: Any) -> None:
-        variable.assign(ops.stop_gradient(ops.array(value, variable.dtype)))
-
-
-def _to_numpy(value: Any) -> Any:
-    """Return a NumPy array of whatever tensor a data loader or a backend has."""
-    if isinstance(value, keras.Variable):
-        return np.asarray(ops.convert_to_numpy(value))
-    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)  # torch's, or another's
-
 
 # ---- whole models
 
@@ -258,7 +240,7 @@ _LAYER = "BatchLayerNormalization"
 
 def _convert(batch: Any) -> Any:
     """Return a batch as NumPy arrays."""
-    return keras.tree.map_structure(_to_numpy, batch)
+    return keras.tree.map_structure(ops.convert_to_numpy, batch)
 
 
 @contextmanager

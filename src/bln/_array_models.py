@@ -61,7 +61,7 @@ def _converted(tools: ModuleType, batches: Iterable[Any], what: str, progress: b
     """Yield the batches as arrays of the framework, several parts as a tuple."""
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(batches, keras.utils.PyDataset):  # endless before Keras 3.11
-        batches = (batches[at] for at in range(batches.num_batches))
+        batches = map(batches.__getitem__, range(batches.num_batches))
     for batch in track(batches, what) if progress else batches:
         yield tools._convert(tuple(batch) if isinstance(batch, list) else batch)
 
@@ -144,7 +144,9 @@ def search(
     found, tools, configs = required_layers(model), framework(model), choices(candidates)
     before = {name: layer.config for name, layer in found.items()}
     named = _named(metrics)
-    measures = [tools._measure(name, given) for name, given in ({"loss": loss} | named).items()]
+    measures = [tools._measure("loss", loss)]
+    for name, given in named.items():
+        measures.append(partial(_accuracy, tools) if given in ("accuracy", "acc") else tools._measure(name, given))
     values, samples = [], []
     try:
         with tools._running(model, step, calibrating=False) as run:
@@ -158,7 +160,7 @@ def search(
                     outputs, targets = run(batch) if step is not None else (run(batch[0]), batch[1])
                     of_batch.append([measure(outputs, targets) for measure in measures])
                 values.append(of_batch)
-                samples.append(_count(targets))
+                samples.append(len(tools._leaves(targets)[0]))
     finally:
         configure_layers(found, before)
     if not samples:
@@ -174,11 +176,20 @@ def search(
     return SearchResult(ranked(rows, robust=False), "separate", tuple(notes), sum(samples), len(samples))
 
 
-def _count(targets: Any) -> int:
-    """Return the number of samples of a batch."""
-    while isinstance(targets, list | tuple | Mapping):
-        targets = next(iter(targets.values() if isinstance(targets, Mapping) else targets))
-    return len(targets)
+def _accuracy(tools: ModuleType, outputs: Any, targets: Any) -> float:
+    """Return the share of samples whose largest output is the target's; a single output is 1 above the threshold."""
+    outputs, targets = (np.asarray(tools._convert(value)) for value in (outputs, targets))
+    if outputs.ndim == 1 or outputs.shape[-1] == 1:
+        predicted = outputs > tools._ACCURACY_THRESHOLD
+    else:
+        predicted = outputs.argmax(-1)
+        targets = targets.argmax(-1) if targets.shape == outputs.shape else targets
+    if predicted.size != targets.size:
+        raise ValueError(
+            "'accuracy' is for outputs (N, ..., classes) and class targets (N, ...), or outputs (N,) or (N, 1) and "
+            f"targets of 0 and 1; got {outputs.shape} and {targets.shape}. Pass a function instead"
+        )
+    return float((predicted.reshape(targets.shape) == targets).mean())
 
 
 def _named(metrics: Any) -> dict[str, Any]:

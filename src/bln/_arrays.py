@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from . import formula
 from ._positions import window
 from ._spec import Spec, option
@@ -27,25 +29,16 @@ class Layer:
 
     spec: Spec
     groups, per_position, dim_scale = option("groups"), option("per_position"), option("dim_scale")
-    momentum: float | None
-    """The weight of the old value."""
-    priors: Any
-    """The variable of the configuration; its four numbers while the layer is not built."""
+    momentum: float | None  # the weight of the old value
+    priors: Any  # the variable of the configuration; its four numbers while the layer is not built
     built = True
-    without_positions = True
-    """Whether a layer whose statistics show no positions is known to have none."""
-    _xp: Any
-    """``keras.ops`` or ``jax.numpy``."""
-    _numpy: Callable[[Any], Any]
-    """Returns a copy of a variable as a NumPy array."""
-    _tensor: Callable[[Any, Any], Any]
-    """Returns the value of a variable in a type."""
-    _assign: Callable[[Any, Any], None]
-    """Writes an array of the library, or of NumPy, to a variable; no gradient goes through."""
-    _affine: tuple[str, str]
-    """The attributes that hold gamma and beta."""
-    _calibrating: Callable[[], object] | None = None
-    """Called when a batch of a calibration reaches the layer, which then runs as in training."""
+    without_positions = True  # whether a layer whose statistics show no positions is known to have none
+    _affine: tuple[str, str]  # the attributes that hold gamma and beta
+    _calibrating: Callable[[], object] | None = None  # called by a call, which then runs as in training
+    _xp: Any  # keras.ops or jax.numpy
+    _numpy: Callable[[Any], Any]  # returns a copy of a variable as a NumPy array
+    _tensor: Callable[[Any, Any], Any]  # returns the value of a variable in a type
+    _assign: Callable[[Any, Any], None]  # writes an array, of NumPy too, to a variable; no gradient goes through
 
     @property
     def config(self) -> StatisticsConfig:
@@ -68,11 +61,14 @@ class Layer:
 
     # ---- a call
 
-    def _normalize(self, x: Any, mask: Any, training: bool, total: Total = formula.alone) -> Any:
+    def _normalize(self, x: Any, mask: Any, training: bool | None, total: Total = formula.alone) -> Any:
         """Normalize ``x``, which has features last and the type to compute in; in training, update the population.
 
         ``total`` adds up what several devices have.
         """
+        if self._calibrating is not None:
+            self._calibrating()
+            training, total = True, formula.alone
         xp, spec, used = self._xp, self.spec, self._used(x)
         arrays = {
             name: self._tensor(variable, variable.dtype if name in COUNTERS else x.dtype)
@@ -84,7 +80,8 @@ class Layer:
         s = batch.statistics
         if training:
             new = formula.estimates(xp, batch, spec, total)
-            after = formula.update(xp, known, new, new_weight(self.momentum), spec.groups, _MOST_SAMPLES)
+            momentum = None if self.momentum is None else 1 - self.momentum
+            after = formula.update(xp, known, new, momentum, spec.groups, _MOST_SAMPLES)
             for name, value in after.by_name().items():
                 beyond = self._index(name, used and slice(used.stop, None))
                 if beyond is not ...:  # positions that the input does not have stay as they were
@@ -122,8 +119,6 @@ class Layer:
 
     def reset_statistics(self) -> None:
         """Forget the population: mean 0, variance 1. Known positions stay known."""
-        import numpy as np  # not above: bln.transfer imports this module, and torch comes without NumPy
-
         # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin.
         for name, value in INITIAL.items() if self.built else ():
             variable = getattr(self, name)
@@ -139,8 +134,3 @@ class Layer:
         variables = self._variables()
         for name, value in values.items():
             self._assign(variables[name], value)
-
-
-def new_weight(momentum: float | None) -> float | None:
-    """Return the weight of the new value, as torch has it, from that of the old one."""
-    return None if momentum is None else round(1 - momentum, 12)  # 1 - 0.9 is 0.1 there

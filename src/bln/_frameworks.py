@@ -7,19 +7,16 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-# Keras first: on the torch backend its layers are torch modules too.
-_BASES = (
-    ("keras", "Layer", "bln.keras"),
-    ("flax.nnx", "Module", "bln.flax"),
-    ("torch.nn", "Module", "bln._models.calibrate"),
-)
+_TOOLS = {"keras.Layer": "bln.keras", "flax.nnx.Module": "bln.flax", "torch.nn.Module": "bln._models.calibrate"}
+"""Keras first: on the torch backend its layers are torch modules too."""
 
 
 def framework(model: Any) -> ModuleType:
     """Return the module with ``layers`` and ``configure`` for models of this framework."""
-    for library, base, tools in _BASES:
+    for base, tools in _TOOLS.items():
+        library, _, name = base.rpartition(".")
         # A model cannot be there without its library.
-        if library in sys.modules and isinstance(model, getattr(sys.modules[library], base)):
+        if library in sys.modules and isinstance(model, getattr(sys.modules[library], name)):
             return import_module(tools)
     raise TypeError(
         f"expected a torch module, a Keras layer or model, or a Flax NNX module; got {type(model).__name__}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _arrays
 from ._frameworks import framework
 from ._spec import Spec
 from .config import StatisticsConfig
@@ -26,8 +24,6 @@ class State(NamedTuple):
     """``None`` while they are unknown."""
     config: StatisticsConfig
     spec: Spec
-    momentum: float | None
-    """The weight of the new value."""
 
 
 def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -48,7 +44,7 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
 
     Raises:
         ValueError: A value that the target's type cannot hold; layers that differ in number, shape, parameters or
-            options, so that they would compute something else. A ``momentum`` that differs is a warning.
+            options, so that they would compute something else. ``momentum`` may differ.
 
     Examples:
         >>> import torch, bln
@@ -61,24 +57,16 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
     """
     sources, targets = framework(source).layers(source), framework(target).layers(target)
     pairs = _pairs(sources, targets, names)
-    states = {where: (read(sources[where[0]]), read(targets[where[1]])) for where in pairs.items()}
-    fitted, problems, momenta = {}, [], []
-    for (name, other), (ours, theirs) in states.items():
-        fitted[other], wrong = _fit(ours, theirs)
+    fitted: dict[str, State] = {}
+    problems = []
+    for name, other in pairs.items():
+        fitted[other], wrong = _fit(read(sources[name]), read(targets[other]))
         problems += [f"{name!r} to {other!r}: {text}" for text in wrong]
-        if ours.momentum != theirs.momentum:
-            momenta.append(f"{name!r} to {other!r}: {ours.momentum}, {theirs.momentum}")
     if problems:
         hint = "" if names is not None or len(pairs) == 1 else "; if layers were paired wrongly, pass names="
         raise ValueError(f"cannot transfer, nothing was changed. {'; '.join(problems)}{hint}")
     for other, state in fitted.items():
         write(targets[other], state)
-    if momenta:
-        warnings.warn(
-            f"momentum (the weight of the new value) of source and target differ: {'; '.join(momenta)}. Predictions "
-            "are the same; further training will average statistics otherwise",
-            stacklevel=2,
-        )
     return pairs
 
 
@@ -123,7 +111,8 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
     if source.spec == target.spec:  # else shapes need not correspond
         facts.append(("positions", known if source.positions is None else source.positions, known))
         facts += [(name, name in source.tensors, name in target.tensors) for name in ("scale", "shift")]
-        facts.append(("features", *(state.tensors["batch_mean"].shape[-1] for state in (source, target))))
+        here, there = (state.tensors["batch_mean"].shape[-1] for state in (source, target))
+        facts.append(("features", here, there))
     problems = [f"{name}={here} in the source, {there} in the target" for name, here, there in facts if here != there]
     if problems:
         return source, problems
@@ -143,29 +132,29 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
 
 def read(layer: Any) -> State:
     """Return all that a layer holds, as copies on the CPU."""
-    if not isinstance(layer, _arrays.Layer):
+    if hasattr(layer, "population"):  # of torch
         held = {"scale": layer.weight, "shift": layer.bias, **dict(layer.population.named_buffers())}
         tensors = {name: t.detach().cpu().clone() for name, t in held.items() if t is not None}
-        return State(tensors, layer.population.position_shape, layer.config, layer.spec, layer.momentum)
+        return State(tensors, layer.population.position_shape, layer.config, layer.spec)
     if not layer.built:
         raise ValueError(f"{layer!r} is not built; call it on a batch, or build its model, before")
     tensors = {name: _tensor(layer._numpy(variable)) for name, variable in layer._variables().items()}
-    return State(tensors, layer.known_positions, layer.config, layer.spec, _arrays.new_weight(layer.momentum))
+    return State(tensors, layer.known_positions, layer.config, layer.spec)
 
 
 @torch.no_grad()
 def write(layer: Any, state: State) -> None:
     """Give a layer the state of another, which fits."""
     values, pooled = dict(state.tensors), state.positions == ()
-    if isinstance(layer, _arrays.Layer):  # through NumPy, which lacks bfloat16
-        arrays = {name: (v.float() if v.dtype is torch.bfloat16 else v).numpy() for name, v in values.items()}
-        layer._restore((pooled, arrays))
-    else:
+    if hasattr(layer, "population"):
         for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):
             if parameter is not None:
                 parameter.copy_(values.pop(name))
         device = layer.population.batch_mean.device
         layer.population.restore((pooled, {name: value.to(device) for name, value in values.items()}))
+    else:  # through NumPy, which lacks bfloat16
+        arrays = {name: (v.float() if v.dtype is torch.bfloat16 else v).numpy() for name, v in values.items()}
+        layer._restore((pooled, arrays))
     layer.config = state.config
 
 

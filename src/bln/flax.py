@@ -45,8 +45,7 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         use_running_average: Infer instead of train, unless the call says otherwise.
         momentum: The weight of the *old* value in the population statistics: 0.9 here is 0.1 in torch. ``None``
             averages all mini-batches since the last ``reset_statistics``.
-        use_bias: Learn a shift, ``bias``.
-        use_scale: Learn a scale, ``scale``.
+        use_bias, use_scale: Learn a shift, ``bias``, and a scale, ``scale``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time outside of ``jit``: compiled functions follow, since it is data.
         axis_name: The axis of ``pmap``, ``shard_map`` or ``vmap`` whose shards are one training mini-batch. Counts and
@@ -125,9 +124,6 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         """Normalize ``x``; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
         infer = self.use_running_average if use_running_average is None else use_running_average
-        if self._calibrating is not None:
-            self._calibrating()
-            infer = False
         if infer is None:
             raise ValueError(
                 "use_running_average is not known. Ways out: (1) pass it to the constructor; (2) pass it to the call; "
@@ -143,7 +139,7 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         rows = jnp.moveaxis(x.astype(jnp.promote_types(x.dtype, self.batch_mean.dtype)), channel_dim, -1)
         self._learn(rows, infer)
         total = formula.alone
-        if not (infer or self._calibrating or self.axis_name is None):
+        if self.axis_name is not None and not infer:
             total = partial(jax.lax.psum, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
         y = jnp.moveaxis(self._normalize(rows, mask, not infer, total), -1, channel_dim)
         affine = (p[...] for p in (self.scale, self.bias) if p is not None)
@@ -159,7 +155,7 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
                 variable = getattr(self, name)
                 self._assign(variable, formula.expand(jnp, name, variable[...], shape))
             self.without_positions = not positions
-        elif positions and not infer:
+        elif positions and (self._calibrating or not infer):
             raise ValueError(
                 f"the layer does not know its positions yet, and cannot learn {positions} inside jit, grad or another "
                 f"transformation. Ways out: (1) position_shape={positions}; (2) a call outside before, such as "
@@ -181,12 +177,9 @@ def layers(model: Any) -> dict[str, BatchLayerNorm]:
     Flax does not keep the order in which attributes were assigned.
     """
     found = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, BatchLayerNorm)}
-    return dict(sorted(found.items(), key=lambda item: [_natural(part) for part in item[0].split(".")]))
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Return a key that sorts norm2 before norm10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+    # Text and numbers take turns in what split returns.
+    names = sorted(found, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])
+    return {name: found[name] for name in names}
 
 
 # ---- what _array_models.py takes of a framework
@@ -194,9 +187,8 @@ def _natural(text: str) -> list[tuple[int, str]]:
 _LAYER = "bln.flax.BatchLayerNorm"
 
 
-def _convert(batch: Any) -> Any:
-    """Return a batch as JAX arrays, whatever tensors it has."""
-    return jax.tree.map(lambda v: jnp.asarray(v.detach().cpu().numpy() if hasattr(v, "detach") else v), batch)
+_ACCURACY_THRESHOLD = 0.0  # of logits
+_convert, _leaves = partial(jax.tree.map, jnp.asarray), jax.tree.leaves
 
 
 @contextmanager
@@ -230,19 +222,6 @@ def _call(model: Any, inputs: Any) -> Any:
 
 def _measure(name: str, given: Any) -> Callable[[Any, Any], float]:
     """Return the mean over a batch of the loss, or of the metric of this name."""
-    function = _accuracy if given == "accuracy" and name != "loss" else given
-    if not callable(function):
+    if not callable(given):
         raise ValueError(f"metric {name!r} is {given!r}, expected a function metric(outputs, targets) or 'accuracy'")
-    return lambda outputs, targets: float(jnp.mean(function(outputs, targets)))
-
-
-def _accuracy(outputs: Any, targets: Any) -> Any:
-    """Return the share of samples whose largest output is the target's; of a single output, whose sign is."""
-    single = outputs.ndim == 1 or outputs.shape[-1] == 1
-    predicted = (outputs > 0).reshape(targets.shape) if single else outputs.argmax(-1)
-    if predicted.shape != targets.shape:
-        raise ValueError(
-            f"'accuracy' is for outputs (N, ..., classes) and class targets (N, ...), or outputs (N,) or (N, 1) and "
-            f"targets of 0 and 1; got {outputs.shape} and {targets.shape}. Pass a function instead"
-        )
-    return predicted == targets
+    return lambda outputs, targets: float(jnp.mean(given(outputs, targets)))

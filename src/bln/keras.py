@@ -35,11 +35,7 @@ __all__ = [
 ]
 
 
-_KINDS = {
-    "initializer": keras.initializers,
-    "regularizer": keras.regularizers,
-    "constraint": keras.constraints,
-}
+_KINDS = {kind: getattr(keras, f"{kind}s") for kind in ("initializer", "regularizer", "constraint")}
 """The options of gamma and of beta, such as ``gamma_initializer``, and where Keras looks them up."""
 _PARAMETER_OPTIONS = {f"{name}_{kind}": library for name in ("gamma", "beta") for kind, library in _KINDS.items()}
 
@@ -61,8 +57,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         mix_epsilon: The epsilon of the mixing weights; ``None`` is ``epsilon``, with ``groups`` 0.
         momentum: The weight of the *old* value in the population statistics: 0.9 here is 0.1 in torch. ``None``
             averages all mini-batches since the last reset: see ``ResetStatistics``.
-        center: Learn a shift, ``beta``.
-        scale: Learn a scale, ``gamma``.
+        center, scale: Learn a shift, ``beta``, and a scale, ``gamma``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time: compiled functions follow. It is saved with the weights.
         **kwargs: ``beta_initializer``, ``gamma_regularizer``, ``beta_constraint`` and so on, as Keras's own
@@ -144,7 +139,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
             setattr(self, name, add(size, initial, dtype, name=name))
         self.priors = add((4,), lambda shape, dtype: ops.array(priors, dtype), "float32", name="config")
 
-    def _positions_of(self, positions: tuple[int | None, ...], shape: tuple[int | None, ...]) -> tuple[int, ...]:
+    def _positions_of(self, positions: tuple[Any, ...], shape: tuple[int | None, ...]) -> tuple[int, ...]:
         """Return the positions to keep statistics for."""
         if not self.per_position:
             return ()
@@ -167,18 +162,15 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Normalize; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
         rows = ops.moveaxis(ops.cast(inputs, self.batch_mean.dtype), self.axis, -1)
-        if len(self.known_positions) > 1 and None in rows.shape:
+        expected = (None, *self.batch_mean.shape)
+        if len(expected) > 3 and None in rows.shape:
             import tensorflow  # whose graphs alone have open sizes: a size of 1 would be stretched
 
-            rows = tensorflow.ensure_shape(rows, (None, *self.known_positions, rows.shape[-1]))
+            rows = tensorflow.ensure_shape(rows, expected)
         if mask is not None:
             mask = ops.convert_to_tensor(mask, "bool")
             check_shapes("axis", self.axis, inputs.shape, None, mask.shape, empty=True)
-        training = training and self.trainable
-        if self._calibrating is not None:
-            self._calibrating()
-            training = True
-        y = self._normalize(rows, mask, training)
+        y = self._normalize(rows, mask, training and self.trainable)
         return ops.cast(ops.moveaxis(y, -1, self.axis), self.compute_dtype)
 
 
@@ -238,9 +230,8 @@ class Calibrate(keras.callbacks.Callback):
 _LAYER = "BatchLayerNormalization"
 
 
-def _convert(batch: Any) -> Any:
-    """Return a batch as NumPy arrays."""
-    return keras.tree.map_structure(ops.convert_to_numpy, batch)
+_ACCURACY_THRESHOLD = 0.5  # of probabilities, as in compile(metrics=["accuracy"])
+_convert, _leaves = partial(keras.tree.map_structure, ops.convert_to_numpy), keras.tree.flatten
 
 
 @contextmanager
@@ -259,9 +250,7 @@ def _running(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bo
 
 def _measure(name: str, given: Any) -> Callable[[Any, Any], float]:
     """Return the mean over a batch of the loss, or of the metric of this name, for what ``compile`` would take."""
-    function = _accuracy if given in ("accuracy", "acc") else keras.metrics.get(given)
-    if name == "loss":
-        function = keras.losses.get(given)
+    function = (keras.losses if name == "loss" else keras.metrics).get(given)
 
     def measure(outputs: Any, targets: Any) -> float:
         if isinstance(function, keras.metrics.Metric):
@@ -269,12 +258,3 @@ def _measure(name: str, given: Any) -> Callable[[Any, Any], float]:
         return float(np.mean(ops.convert_to_numpy(function(targets, outputs))))
 
     return measure
-
-
-def _accuracy(targets: Any, outputs: Any) -> Any:
-    """Return the accuracy that ``compile(metrics=["accuracy"])`` would choose for these shapes."""
-    if outputs.shape[-1] == 1:
-        return keras.metrics.binary_accuracy(targets.reshape(outputs.shape), outputs)
-    if targets.shape == outputs.shape:
-        return keras.metrics.categorical_accuracy(targets, outputs)
-    return keras.metrics.sparse_categorical_accuracy(targets, outputs)

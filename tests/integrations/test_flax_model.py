@@ -229,8 +229,8 @@ class TestSearch:
             bln.flax.search(trained, [], loss=self.loss)
         with pytest.raises(ValueError, match="metric 'f1' is 'f1', expected a function"):
             bln.flax.search(trained, batches, loss=self.loss, metrics="f1")
-        targets = [(x, y[:, None]) for x, y in batches]
-        with pytest.raises(ValueError, match=r"'accuracy' is for outputs.*got \(10, 3\) and \(10, 1\)"):
+        targets = [(x, np.stack([y, y], 1)) for x, y in batches]
+        with pytest.raises(ValueError, match=r"'accuracy' is for outputs.*got \(10, 3\) and \(10, 2\)"):
             bln.flax.search(trained, targets, loss=lambda o, y: self.loss(o, y[:, 0]), metrics="accuracy")
         assert_unchanged(trained, before)
 

@@ -112,13 +112,12 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         self.axis_name, self.axis_index_groups = axis_name, axis_index_groups
         self.dtype, self.param_dtype = dtype, param_dtype
         self._calibrating = None
-        shape = (self.num_features,)
+        shape, statistics = (self.num_features,), jnp.promote_types(param_dtype, jnp.float32)
         self.scale = nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else nnx.data(None)
         self.bias = nnx.Param(bias_init(rngs.params(), shape, param_dtype)) if use_bias else nnx.data(None)
         self.priors = nnx.BatchStat(jnp.array(StatisticsConfig.parse(config).priors, jnp.float32))
-        kept = jnp.promote_types(param_dtype, jnp.float32)
         for name, size in formula.shapes(positions or (), *shape, self.groups).items():
-            kind = jnp.int32 if name in formula.COUNTERS else kept
+            kind = jnp.int32 if name in formula.COUNTERS else statistics
             setattr(self, name, nnx.BatchStat(jnp.full(size, formula.INITIAL[name], kind)))
 
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
@@ -185,8 +184,6 @@ def layers(model: Any) -> dict[str, BatchLayerNorm]:
 # ---- what _array_models.py takes of a framework
 
 _LAYER = "bln.flax.BatchLayerNorm"
-
-
 _ACCURACY_THRESHOLD = 0.0  # of logits
 _convert, _leaves = partial(jax.tree.map, jnp.asarray), jax.tree.leaves
 

@@ -126,7 +126,17 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         if features is None:
             raise ValueError(f"the number of features, axis {self.axis} of the input shape {shape}, must be known")
         self.spec.check_features(features)
-        positions = self._positions_of(shape[1:axis] + shape[axis + 1 :], shape)
+        positions: tuple[Any, ...] = shape[1:axis] + shape[axis + 1 :] if self.per_position else ()
+        if None not in positions:
+            window(positions, self.position_shape)
+        elif self.position_shape is None:
+            raise ValueError(
+                f"batch statistics are kept for each position, but the input shape {shape} does not say how many there "
+                "are. Ways out: (1) position_shape= the longest sequence there will be, shorter ones then use the "
+                "first positions; (2) per_position=False, which pools batch statistics over positions; (3) a fixed "
+                "input shape, as in keras.Input((80,))"
+            )
+        positions = positions if self.position_shape is None else self.position_shape
         self.input_spec = keras.layers.InputSpec(ndim=len(shape), axes={axis: features})
         for name, wanted in (("gamma", self.scale), ("beta", self.center)):
             if wanted:
@@ -138,21 +148,6 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
             dtype, initial = "int" if name in formula.COUNTERS else kept, "ones" if formula.INITIAL[name] else "zeros"
             setattr(self, name, add(size, initial, dtype, name=name))
         self.priors = add((4,), lambda shape, dtype: ops.array(priors, dtype), "float32", name="config")
-
-    def _positions_of(self, positions: tuple[Any, ...], shape: tuple[int | None, ...]) -> tuple[int, ...]:
-        """Return the positions to keep statistics for."""
-        if not self.per_position:
-            return ()
-        if None not in positions:
-            window(positions, self.position_shape)
-        elif self.position_shape is None:
-            raise ValueError(
-                f"batch statistics are kept for each position, but the input shape {shape} does not say how many there "
-                "are. Ways out: (1) position_shape= the longest sequence there will be, shorter ones then use the "
-                "first positions; (2) per_position=False, which pools batch statistics over positions; (3) a fixed "
-                "input shape, as in keras.Input((80,))"
-            )
-        return positions if self.position_shape is None else self.position_shape
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the input's shape."""
@@ -228,8 +223,6 @@ class Calibrate(keras.callbacks.Callback):
 # ---- what _array_models.py takes of a framework
 
 _LAYER = "BatchLayerNormalization"
-
-
 _ACCURACY_THRESHOLD = 0.5  # of probabilities, as in compile(metrics=["accuracy"])
 _convert, _leaves = partial(keras.tree.map_structure, ops.convert_to_numpy), keras.tree.flatten
 

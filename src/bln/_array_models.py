@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -66,6 +67,17 @@ def _converted(tools: ModuleType, batches: Iterable[Any], what: str, progress: b
         yield tools._convert(tuple(batch) if isinstance(batch, list) else batch)
 
 
+@contextmanager
+def _put_back(attributes: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    """Give attributes, owners and names, the values they had."""
+    before = [(owner, name, getattr(owner, name)) for owner, name in attributes]
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
 def calibrate(
     model: Any, batches: Iterable[Any], *, step: Callable[[Any, Any], Any] | None = None, progress: bool = True
 ) -> None:
@@ -83,37 +95,37 @@ def calibrate(
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
     """
     found, tools = required_layers(model), framework(model)
-    before = {name: (layer._snapshot(), layer.momentum) for name, layer in found.items()}
+    before = {name: layer._snapshot() for name, layer in found.items()}
+    settings = [(layer, name) for layer in found.values() for name in ("momentum", "_calibrating")]
     reached: set[str] = set()
-    try:
-        for name, layer in found.items():
-            layer._calibrating, layer.momentum = partial(reached.add, name), None
-            layer.reset_statistics()
-        count = 0
-        with tools._running(model, step, calibrating=True) as run:
+    with _put_back([*settings, *tools._modes(model)]):
+        try:
+            for name, layer in found.items():
+                layer._calibrating, layer.momentum = partial(reached.add, name), None
+                layer.reset_statistics()
+            run, count = tools._runner(model, step, calibrating=True), 0
             for batch in _converted(tools, batches, "calibrate", progress):
                 run(batch[0] if step is None and isinstance(batch, tuple) else batch)
                 count += 1
-        if count == 0:
-            raise ValueError("calibrate got no batches; was the iterable used up before?")
-        for name, layer in found.items():
-            (_, old), (known, new) = before[name][0], layer._snapshot()
-            if name not in reached:
-                layer._restore(before[name][0])
-                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
-            elif not new["updates"].any():
-                raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
-            else:
-                old = {key: formula.expand(np, key, old[key], new[key].shape) for key in new}
-                completed = formula.complete(np, Averages.of(new), Averages.of(old), layer.groups)
-                layer._restore((known, completed.by_name()))
-    except BaseException:
-        for name, layer in found.items():
-            layer._restore(before[name][0])
-        raise
-    finally:
-        for name, layer in found.items():
-            layer._calibrating, layer.momentum = None, before[name][1]
+            if count == 0:
+                raise ValueError("calibrate got no batches; was the iterable used up before?")
+            for name, layer in found.items():
+                known, new = layer._snapshot()
+                if name not in reached:
+                    layer._restore(before[name])
+                    warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
+                elif not new["updates"].any():
+                    raise ValueError(
+                        f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?"
+                    )
+                else:
+                    old = {key: formula.expand(np, key, before[name][1][key], new[key].shape) for key in new}
+                    after = formula.complete(np, Averages.of(new), Averages.of(old), layer.groups)
+                    layer._restore((known, after.by_name()))
+        except BaseException:
+            for name, layer in found.items():
+                layer._restore(before[name])
+            raise
 
 
 def search(
@@ -142,27 +154,24 @@ def search(
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
     """
     found, tools, configs = required_layers(model), framework(model), choices(candidates)
-    before = {name: layer.config for name, layer in found.items()}
     named = _named(metrics)
     measures = [tools._measure("loss", loss)]
     for name, given in named.items():
         measures.append(partial(_accuracy, tools) if given in ("accuracy", "acc") else tools._measure(name, given))
     values, samples = [], []
-    try:
-        with tools._running(model, step, calibrating=False) as run:
-            for batch in _converted(tools, batches, "search", progress):
-                if step is None and not (isinstance(batch, tuple) and len(batch) == 2):
-                    what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
-                    raise ValueError(f"expected batches of (inputs, targets), got {what}")
-                of_batch = []
-                for config in configs:
-                    configure_layers(found, config)
-                    outputs, targets = run(batch) if step is not None else (run(batch[0]), batch[1])
-                    of_batch.append([measure(outputs, targets) for measure in measures])
-                values.append(of_batch)
-                samples.append(len(tools._leaves(targets)[0]))
-    finally:
-        configure_layers(found, before)
+    with _put_back([*((layer, "config") for layer in found.values()), *tools._modes(model)]):
+        run = tools._runner(model, step, calibrating=False)
+        for batch in _converted(tools, batches, "search", progress):
+            if step is None and not (isinstance(batch, tuple) and len(batch) == 2):
+                what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
+                raise ValueError(f"expected batches of (inputs, targets), got {what}")
+            of_batch = []
+            for config in configs:
+                configure_layers(found, config)
+                outputs, targets = run(batch) if step is not None else (run(batch[0]), batch[1])
+                of_batch.append([measure(outputs, targets) for measure in measures])
+            values.append(of_batch)
+            samples.append(len(tools._leaves(targets)[0]))
     if not samples:
         raise ValueError("search got no batches; was the iterable used up before?")
     rows = [Row(config, score) for config, score in zip(configs, scores(values, samples, [*named]), strict=True)]

@@ -18,10 +18,8 @@ from .population import spread
 class State(NamedTuple):
     """What a layer of any framework holds, features last."""
 
-    tensors: dict[str, Tensor]
-    """``scale`` (gamma) and ``shift`` (beta) if there are, the five statistics, ``updates`` and ``samples``."""
-    positions: tuple[int, ...] | None
-    """``None`` while they are unknown."""
+    tensors: dict[str, Tensor]  # scale (gamma) and shift (beta) if there are, and what a population holds
+    positions: tuple[int, ...] | None  # None while they are unknown
     config: StatisticsConfig
     spec: Spec
 

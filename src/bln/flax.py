@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -188,27 +187,21 @@ _ACCURACY_THRESHOLD = 0.0  # of logits
 _convert, _leaves = partial(jax.tree.map, jnp.asarray), jax.tree.leaves
 
 
-@contextmanager
-def _running(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool) -> Iterator[Callable[[Any], Any]]:
-    """Yield the function that runs the model in ``eval()`` on inputs, or ``step`` on a batch; put back all modes.
+def _modes(model: Any) -> list[tuple[Any, str]]:
+    """Return what ``_runner`` changes: owners and names of attributes."""
+    names = ("deterministic", "use_running_average")
+    return [(module, name) for _, module in nnx.iter_modules(model) for name in names if hasattr(module, name)]
+
+
+def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool) -> Callable[[Any], Any]:
+    """Return the function that runs the model in ``eval()`` on inputs, or ``step`` on a batch.
 
     The first batch of a calibration runs as it is: layers may learn their positions from it.
     """
-    modes = [
-        (module, name, getattr(module, name))
-        for _, module in nnx.iter_modules(model)
-        for name in ("deterministic", "use_running_average")
-        if hasattr(module, name)
-    ]
+    model.eval()
     plain = step or _call
-    compiled = step if step and calibrating else nnx.jit(plain)
-    functions = chain([plain] if calibrating else [], repeat(compiled))
-    try:
-        model.eval()
-        yield lambda given: next(functions)(model, given)
-    finally:
-        for module, name, mode in modes:
-            setattr(module, name, mode)
+    functions = chain([plain] if calibrating else [], repeat(step if step and calibrating else nnx.jit(plain)))
+    return lambda given: next(functions)(model, given)
 
 
 def _call(model: Any, inputs: Any) -> Any:

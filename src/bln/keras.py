@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -227,18 +226,16 @@ _ACCURACY_THRESHOLD = 0.5  # of probabilities, as in compile(metrics=["accuracy"
 _convert, _leaves = partial(keras.tree.map_structure, ops.convert_to_numpy), keras.tree.flatten
 
 
-@contextmanager
-def _running(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool) -> Iterator[Callable[[Any], Any]]:
-    """Yield the function that runs the model on inputs, or ``step`` on a batch.
+def _modes(model: Any) -> list[tuple[Any, str]]:
+    """Return what ``_runner`` changes: owners and names of attributes."""
+    return [(model, "predict_function")]
 
-    ``predict`` is traced again for a calibration: a function traced before would not calibrate.
-    """
-    compiled = model.predict_function
-    try:
-        model.predict_function = None if calibrating else compiled
-        yield model.predict_on_batch if step is None else partial(step, model)
-    finally:
-        model.predict_function = compiled
+
+def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool) -> Callable[[Any], Any]:
+    """Return the function that runs the model on inputs, or ``step`` on a batch."""
+    if calibrating:  # what was traced before would not calibrate
+        model.predict_function = None
+    return model.predict_on_batch if step is None else partial(step, model)
 
 
 def _measure(name: str, given: Any) -> Callable[[Any, Any], float]:

@@ -54,7 +54,7 @@ class Layer:
             self.priors = priors
 
     @property
-    def known_positions(self) -> tuple[int, ...] | None:
+    def _positions(self) -> tuple[int, ...] | None:
         """The positions statistics are kept for, which their own shape says; ``None`` while they are unknown."""
         positions = tuple(self.batch_mean.shape[:-1])  # type: ignore[attr-defined]
         return positions if positions or self.without_positions else None
@@ -101,7 +101,7 @@ class Layer:
         positions = tuple(x.shape[1:-1]) if self.per_position else ()
         if positions == (None,):  # a TensorFlow graph for any length
             return slice(self._xp.shape(x)[1])
-        return next(iter(window(positions, self.known_positions)), None)
+        return next(iter(window(positions, self._positions)), None)
 
     def _index(self, name: str, positions: slice | None) -> Any:
         """Return what selects these positions in a statistic or counter, and all of it where it has none."""

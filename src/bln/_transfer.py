@@ -137,7 +137,7 @@ def read(layer: Any) -> State:
     if not layer.built:
         raise ValueError(f"{layer!r} is not built; call it on a batch, or build its model, before")
     tensors = {name: _tensor(layer._numpy(variable)) for name, variable in layer._variables().items()}
-    return State(tensors, layer.known_positions, layer.config, layer.spec)
+    return State(tensors, layer._positions, layer.config, layer.spec)
 
 
 @torch.no_grad()

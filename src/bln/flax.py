@@ -70,7 +70,7 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
     """
 
     eps, mix_eps = option("eps"), option("mix_eps")
-    position_shape = _arrays.Layer.known_positions
+    position_shape = _arrays.Layer._positions
     _xp = jnp
     _numpy = staticmethod(lambda variable: np.array(variable[...]))
     _tensor = staticmethod(lambda variable, dtype: variable[...].astype(dtype))

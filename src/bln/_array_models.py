@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ from ._progress import track
 from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult
 from ._search.result import averages as scores
 from .config import StatisticsConfig, choices, configure_layers
-from .formula import INITIAL, Averages
+from .formula import Averages
 
 Configuration = StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
 Metric = str | Callable[[Any, Any], Any]
@@ -35,7 +36,7 @@ def required_layers(model: Any) -> dict[str, Any]:
     found: dict[str, Any] = tools.layers(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no {tools._LAYER}; add one")
-    if unbuilt := [name for name, layer in found.items() if not getattr(layer, "built", True)]:
+    if unbuilt := [name for name, layer in found.items() if not layer.built]:
         raise ValueError(
             f"the layers {unbuilt} are not built: they do not know their input shape. Call the model on a batch, or "
             "model.build(input_shape), before"
@@ -57,13 +58,24 @@ def reset_statistics(model: Any) -> None:
         layer.reset_statistics()
 
 
-def _converted(tools: ModuleType, batches: Any, what: str, progress: bool) -> Generator[Any]:
-    """Yield the batches as arrays of the framework, with a progress bar."""
+def _converted(tools: ModuleType, batches: Iterable[Any], what: str, progress: bool) -> Iterator[Any]:
+    """Yield the batches as arrays of the framework, several parts as a tuple."""
     keras = sys.modules.get("keras")
-    if keras is not None and isinstance(batches, keras.utils.PyDataset):  # it may go on for ever
-        batches = [batches[at] for at in range(batches.num_batches)]
+    if keras is not None and isinstance(batches, keras.utils.PyDataset):  # endless before Keras 3.11
+        batches = map(batches.__getitem__, range(batches.num_batches))
     for batch in track(batches, what) if progress else batches:
         yield tools._convert(tuple(batch) if isinstance(batch, list) else batch)
+
+
+@contextmanager
+def _put_back(attributes: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    """Give attributes, owners and names, the values they had."""
+    before = [(owner, name, getattr(owner, name)) for owner, name in attributes]
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def calibrate(
@@ -84,38 +96,36 @@ def calibrate(
     """
     found, tools = required_layers(model), framework(model)
     before = {name: layer._snapshot() for name, layer in found.items()}
-    momenta = {name: layer.momentum for name, layer in found.items()}
-    try:
-        for layer in found.values():
-            layer._calibrating, layer._reached, layer.momentum = True, False, None
-            layer.reset_statistics()
-        count = 0
-        tracked = closing(_converted(tools, batches, "calibrate", progress))
-        with tools._evaluating(model, calibrating=True), tracked as converted:
-            run = tools._runner(model, step, calibrating=True)
-            for batch in converted:
-                run(batch if step is not None or not isinstance(batch, tuple) else batch[0])
+    settings = [(layer, name) for layer in found.values() for name in ("momentum", "_calibrating")]
+    reached: set[str] = set()
+    with _put_back([*settings, *tools._modes(model)]):
+        try:
+            for name, layer in found.items():
+                layer._calibrating, layer.momentum = partial(reached.add, name), None
+                layer.reset_statistics()
+            run, count = tools._runner(model, step, calibrating=True), 0
+            for batch in _converted(tools, batches, "calibrate", progress):
+                run(batch[0] if step is None and isinstance(batch, tuple) else batch)
                 count += 1
-        if count == 0:
-            raise ValueError("calibrate got no batches; was the iterable used up before?")
-        for name, layer in found.items():
-            after = layer._snapshot()
-            learned = after["updates"].any()
-            if not (layer._reached or learned):
+            if count == 0:
+                raise ValueError("calibrate got no batches; was the iterable used up before?")
+            for name, layer in found.items():
+                known, new = layer._snapshot()
+                if name not in reached:
+                    layer._restore(before[name])
+                    warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
+                elif not new["updates"].any():
+                    raise ValueError(
+                        f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?"
+                    )
+                else:
+                    old = {key: formula.expand(np, key, before[name][1][key], new[key].shape) for key in new}
+                    after = formula.complete(np, Averages.of(new), Averages.of(old), layer.groups)
+                    layer._restore((known, after.by_name()))
+        except BaseException:
+            for name, layer in found.items():
                 layer._restore(before[name])
-                warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=2)
-            elif not learned:
-                raise ValueError(f"layer {name!r} never had finite statistics in {count} batches; is its input NaN?")
-            else:
-                old = {key: formula.expand(np, key, before[name][key], after[key].shape) for key in INITIAL}
-                layer._restore(formula.complete(np, Averages.of(after), Averages.of(old), layer.groups).by_name())
-    except BaseException:
-        for name, layer in found.items():
-            layer._restore(before[name])
-        raise
-    finally:
-        for name, layer in found.items():
-            layer._calibrating, layer.momentum = False, momenta[name]
+            raise
 
 
 def search(
@@ -144,23 +154,24 @@ def search(
         progress: Show a progress bar, if rich is installed and a terminal there to see it.
     """
     found, tools, configs = required_layers(model), framework(model), choices(candidates)
-    before = {name: layer.config for name, layer in found.items()}
     named = _named(metrics)
-    functions = [tools._function(name, function) for name, function in ({"loss": loss} | named).items()]
+    measures = [tools._measure("loss", loss)]
+    for name, given in named.items():
+        measures.append(partial(_accuracy, tools) if given in ("accuracy", "acc") else tools._measure(name, given))
     values, samples = [], []
-    try:
-        with tools._evaluating(model), closing(_converted(tools, batches, "search", progress)) as converted:
-            run = tools._runner(model, step)
-            for batch in converted:
-                of_batch = []
-                for config in configs:
-                    configure_layers(found, config)
-                    outputs, targets = run(batch) if step is not None else _predicted(run, batch)
-                    of_batch.append([tools._evaluate(function, outputs, targets) for function in functions])
-                values.append(of_batch)
-                samples.append(_count(targets))
-    finally:
-        configure_layers(found, before)
+    with _put_back([*((layer, "config") for layer in found.values()), *tools._modes(model)]):
+        run = tools._runner(model, step, calibrating=False)
+        for batch in _converted(tools, batches, "search", progress):
+            if step is None and not (isinstance(batch, tuple) and len(batch) == 2):
+                what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
+                raise ValueError(f"expected batches of (inputs, targets), got {what}")
+            of_batch = []
+            for config in configs:
+                configure_layers(found, config)
+                outputs, targets = run(batch) if step is not None else (run(batch[0]), batch[1])
+                of_batch.append([measure(outputs, targets) for measure in measures])
+            values.append(of_batch)
+            samples.append(len(tools._leaves(targets)[0]))
     if not samples:
         raise ValueError("search got no batches; was the iterable used up before?")
     found_scores = scores(values, samples, [*named])
@@ -170,24 +181,25 @@ def search(
         "Population statistics averaged while the weights still moved can ruin rows with T; "
         f"{tools.__name__}.calibrate(model, train_batches) recomputes them under frozen weights.",
     ]
-    if untrained := [name for name, layer in found.items() if not layer._snapshot()["updates"].any()]:
+    if untrained := [name for name, layer in found.items() if not layer._snapshot()[1]["updates"].any()]:
         notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
     return SearchResult(rows, "separate", tuple(notes), sum(samples), len(samples))
 
 
-def _predicted(run: Callable[[Any], Any], batch: Any) -> tuple[Any, Any]:
-    """Return outputs and targets of a batch of inputs and targets."""
-    if not (isinstance(batch, tuple) and len(batch) == 2):
-        what = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
-        raise ValueError(f"expected batches of (inputs, targets), got {what}")
-    return run(batch[0]), batch[1]
-
-
-def _count(targets: Any) -> int:
-    """Return the number of samples of a batch."""
-    while isinstance(targets, list | tuple | Mapping):
-        targets = next(iter(targets.values() if isinstance(targets, Mapping) else targets))
-    return len(targets)
+def _accuracy(tools: ModuleType, outputs: Any, targets: Any) -> float:
+    """Return the share of samples whose largest output is the target's; a single output is 1 above the threshold."""
+    outputs, targets = (np.asarray(tools._convert(value)) for value in (outputs, targets))
+    if outputs.ndim == 1 or outputs.shape[-1] == 1:
+        predicted = outputs > tools._ACCURACY_THRESHOLD
+    else:
+        predicted = outputs.argmax(-1)
+        targets = targets.argmax(-1) if targets.shape == outputs.shape else targets
+    if predicted.size != targets.size:
+        raise ValueError(
+            "'accuracy' is for outputs (N, ..., classes) and class targets (N, ...), or outputs (N,) or (N, 1) and "
+            f"targets of 0 and 1; got {outputs.shape} and {targets.shape}. Pass a function instead"
+        )
+    return float((predicted.reshape(targets.shape) == targets).mean())
 
 
 def _named(metrics: Any) -> dict[str, Any]:

@@ -1,16 +1,23 @@
-"""The base of the Keras and Flax layers, and a call of such a layer as a pure function of its arrays.
+"""The base of the Keras and Flax layers: a call in terms of either library, and what a layer holds as NumPy arrays.
 
-``xp`` is ``keras.ops`` or ``jax.numpy``. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from . import formula
+from ._positions import window
 from ._spec import Spec, option
+from .config import StatisticsConfig
 from .formula import COUNTERS, INITIAL, Averages, Priors, Statistics, Total
+
+Snapshot = tuple[bool, dict[str, Any]]
+"""``without_positions``, and NumPy arrays by name."""
 
 _MOST_SAMPLES = 2**31 - 1
 """Samples are counted up to this: JAX has int32 unless told otherwise. The average then forgets very slowly."""
@@ -18,114 +25,112 @@ _INVERSE_M = Statistics._fields.index("inverse_m")
 
 
 class Layer:
-    """The base of both layers: reads and writes what they hold, as NumPy arrays.
-
-    Besides the methods below, a layer has ``config``, ``momentum`` (the weight of the old value), a variable for each
-    name in ``INITIAL``, and ``_positions``, which is ``None`` while they are unknown. Where ``_calibrating`` is true it
-    runs as in training, and a call that nothing has compiled sets ``_reached``.
-    """
+    """The base of both layers. Besides what is named here, they have a variable for each name in ``INITIAL``."""
 
     spec: Spec
     groups, per_position, dim_scale = option("groups"), option("per_position"), option("dim_scale")
-    _affine: tuple[str, str]
-    """The attributes that hold gamma and beta."""
+    momentum: float | None  # the weight of the old value
+    priors: Any  # the variable of the configuration; its four numbers while the layer is not built
+    built = True
+    without_positions = True  # whether a layer whose statistics show no positions is known to have none
+    _affine: tuple[str, str]  # the attributes that hold gamma and beta
+    _calibrating: Callable[[], object] | None = None  # called by a call, which then runs as in training
+    _xp: Any  # keras.ops or jax.numpy
+    _numpy: Callable[[Any], Any]  # returns a copy of a variable as a NumPy array
+    _tensor: Callable[[Any, Any], Any]  # returns the value of a variable in a type
+    _assign: Callable[[Any, Any], None]  # writes an array, of NumPy too, to a variable; no gradient goes through
 
-    def _numpy(self, variable: Any) -> Any:
-        """Return a variable's value as a NumPy array."""
-        raise NotImplementedError
+    @property
+    def config(self) -> StatisticsConfig:
+        """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
+        return StatisticsConfig.of(self._numpy(self.priors))
 
-    def _assign(self, variable: Any, value: Any) -> None:
-        """Write a NumPy array to a variable."""
-        raise NotImplementedError
+    @config.setter
+    def config(self, value: StatisticsConfig | str) -> None:
+        priors = StatisticsConfig.parse(value).priors
+        if self.built:
+            self._assign(self.priors, priors)
+        else:
+            self.priors = priors
 
-    def _remembered(self) -> dict[str, Any]:
-        """Return the statistics and counters by name."""
-        return {name: getattr(self, name) for name in INITIAL}
+    @property
+    def _positions(self) -> tuple[int, ...] | None:
+        """The positions statistics are kept for, which their own shape says; ``None`` while they are unknown."""
+        positions = tuple(self.batch_mean.shape[:-1])  # type: ignore[attr-defined]
+        return positions if positions or self.without_positions else None
+
+    # ---- a call
+
+    def _normalize(self, x: Any, mask: Any, training: bool | None, total: Total = formula.alone) -> Any:
+        """Normalize ``x``, which has features last and the type to compute in; in training, update the population.
+
+        ``total`` adds up what several devices have.
+        """
+        if self._calibrating is not None:
+            self._calibrating()
+            training, total = True, formula.alone
+        xp, spec, used = self._xp, self.spec, self._used(x)
+        arrays = {
+            name: self._tensor(variable, variable.dtype if name in COUNTERS else x.dtype)
+            for name, variable in self._variables().items()
+        }
+        known = Averages.of({name: arrays[name][self._index(name, used)] for name in INITIAL})
+        x = formula.hide(xp, x, mask)
+        batch = formula.current(xp, x, mask, spec, total)
+        s = batch.statistics
+        if training:
+            new = formula.estimates(xp, batch, spec, total)
+            momentum = None if self.momentum is None else 1 - self.momentum
+            after = formula.update(xp, known, new, momentum, spec.groups, _MOST_SAMPLES)
+            for name, value in after.by_name().items():
+                beyond = self._index(name, used and slice(used.stop, None))
+                if beyond is not ...:  # positions that the input does not have stay as they were
+                    value = xp.concatenate([value, arrays[name][beyond]], axis=int(name in COUNTERS))
+                self._assign(getattr(self, name), xp.reshape(value, arrays[name].shape))
+        else:
+            # Where nothing was seen yet, m is the mini-batch's.
+            inverse_m = xp.where(known.updates[_INVERSE_M] > 0, known.statistics.inverse_m, s.inverse_m)
+            # Priors are data, so that one compiled function serves all configurations.
+            priors = self._tensor(self.priors, x.dtype)
+            config = Priors(*(priors[at] for at in range(4)))
+            s = formula.choose(config, s, known.statistics._replace(inverse_m=inverse_m), xp.where)
+        return formula.normalize(xp, x, s, arrays.get("scale"), arrays.get("shift"), mask, spec)
+
+    def _used(self, x: Any) -> slice | None:
+        """Return which of the known positions a shorter sequence uses; ``None`` for all."""
+        positions = tuple(x.shape[1:-1]) if self.per_position else ()
+        if positions == (None,):  # a TensorFlow graph for any length
+            return slice(self._xp.shape(x)[1])
+        return next(iter(window(positions, self._positions)), None)
+
+    def _index(self, name: str, positions: slice | None) -> Any:
+        """Return what selects these positions in a statistic or counter, and all of it where it has none."""
+        if positions is None or (self.groups and name.startswith("feature")):
+            return ...
+        return (slice(None), positions) if name in COUNTERS else positions
+
+    # ---- what the layer holds
 
     def _variables(self) -> dict[str, Any]:
-        """Return all that the layer holds but the configuration, by the names that ``transfer`` uses."""
-        scale, shift = (getattr(self, name) for name in self._affine)
-        return {"scale": scale, "shift": shift, **self._remembered()}
+        """Return all variables but the configuration, by the names that ``transfer`` uses."""
+        named = zip(("scale", "shift", *INITIAL), (*self._affine, *INITIAL), strict=True)
+        held = ((name, getattr(self, attribute)) for name, attribute in named)
+        return {name: variable for name, variable in held if variable is not None}
 
     def reset_statistics(self) -> None:
         """Forget the population: mean 0, variance 1. Known positions stay known."""
-        import numpy as np  # not above: bln.transfer imports this module, and torch comes without NumPy
+        # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin.
+        for name, value in INITIAL.items() if self.built else ():
+            variable = getattr(self, name)
+            self._assign(variable, np.full(variable.shape, value))
 
-        for name, variable in self._remembered().items():
-            self._assign(variable, np.full(variable.shape, INITIAL[name]))
+    def _snapshot(self) -> Snapshot:
+        """Return what the layer remembers of its training."""
+        return self.without_positions, {name: self._numpy(getattr(self, name)) for name in INITIAL}
 
-    def _snapshot(self) -> dict[str, Any]:
-        return {name: self._numpy(variable).copy() for name, variable in self._remembered().items()}
-
-    def _restore(self, snapshot: Mapping[str, Any]) -> None:
-        for name, variable in self._variables().items():
-            if variable is not None and name in snapshot:
-                self._assign(variable, snapshot[name])
-
-
-class Call(NamedTuple):
-    """A call of a layer, on features-last ``x``."""
-
-    xp: Any
-    spec: Spec
-    arrays: Mapping[str, Any]
-    """The values of ``_variables``, floats in the type to compute in."""
-    length: Any = None
-    """How many of the known positions a shorter sequence uses; ``None`` for all."""
-
-    def train(self, x: Any, mask: Any, momentum: float | None, total: Total = formula.alone) -> tuple[Any, Any]:
-        """Normalize ``x`` by its own statistics; return it and what the layer then remembers, by name.
-
-        ``momentum`` is the weight of the old value. ``total`` adds up what several devices have.
-        """
-        x = formula.hide(self.xp, x, mask)
-        batch = formula.current(self.xp, x, mask, self.spec, total)
-        new = formula.estimates(self.xp, batch, self.spec, total)
-        after = formula.update(self.xp, self._known(), new, new_weight(momentum), self.spec.groups, _MOST_SAMPLES)
-        return self._normalize(x, mask, batch.statistics), self._whole(after)
-
-    def infer(self, x: Any, mask: Any, priors: Any) -> Any:
-        """Normalize ``x`` by the statistics that ``priors``, an array of four, choose (Algorithm 2).
-
-        Priors are data, so that one compiled function serves all configurations.
-        """
-        xp = self.xp
-        x = formula.hide(xp, x, mask)
-        own = formula.current(xp, x, mask, self.spec).statistics
-        known = self._known()
-        # Where nothing was seen yet, m is the mini-batch's.
-        inverse_m = xp.where(known.updates[_INVERSE_M] > 0, known.statistics.inverse_m, own.inverse_m)
-        priors = xp.array(priors, own.inverse_m.dtype)
-        config = Priors(*(priors[at] for at in range(4)))
-        s = formula.choose(config, own, known.statistics._replace(inverse_m=inverse_m), xp.where)
-        return self._normalize(x, mask, s)
-
-    def _normalize(self, x: Any, mask: Any, s: Statistics) -> Any:
-        return formula.normalize(self.xp, x, s, self.arrays["scale"], self.arrays["shift"], mask, self.spec)
-
-    def _index(self, name: str, part: slice) -> Any:
-        """Return what selects a part of the positions of a statistic or counter, of all where it has none."""
-        if self.length is None or (self.spec.groups and name.startswith("feature")):
-            return ...
-        return (slice(None), part) if name in COUNTERS else (part,)
-
-    def _known(self) -> Averages:
-        """Return what is remembered, at the positions of the input."""
-        if self.length is None:
-            return Averages.of(self.arrays)
-        return Averages.of({name: self.arrays[name][self._index(name, slice(self.length))] for name in INITIAL})
-
-    def _whole(self, after: Averages) -> dict[str, Any]:
-        """Return ``after`` by name, with the old values at positions beyond the input's."""
-        values = after.by_name()
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Write values by name to the variables."""
+        self.without_positions, values = snapshot
+        variables = self._variables()
         for name, value in values.items():
-            old, beyond = self.arrays[name], self._index(name, slice(self.length, None))
-            if beyond is not ...:
-                joined = self.xp.concatenate([value, old[beyond]], axis=len(beyond) - 1)
-                values[name] = self.xp.reshape(joined, old.shape)
-        return values
-
-
-def new_weight(momentum: float | None) -> float | None:
-    """Return the weight of the new value, as torch has it, from that of the old one."""
-    return None if momentum is None else 1 - momentum
+            self._assign(variables[name], value)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import warnings
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _arrays
 from ._frameworks import framework
 from ._spec import Spec
 from .config import StatisticsConfig
@@ -20,14 +18,10 @@ from .population import spread
 class State(NamedTuple):
     """What a layer of any framework holds, features last."""
 
-    tensors: dict[str, Tensor]
-    """``scale`` (gamma) and ``shift`` (beta) if there are, the five statistics, ``updates`` and ``samples``."""
-    positions: tuple[int, ...] | None
-    """``None`` while they are unknown."""
+    tensors: dict[str, Tensor]  # scale (gamma) and shift (beta) if there are, and what a population holds
+    positions: tuple[int, ...] | None  # None while they are unknown
     config: StatisticsConfig
     spec: Spec
-    momentum: float | None
-    """The weight of the new value."""
 
 
 def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -48,7 +42,7 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
 
     Raises:
         ValueError: A value that the target's type cannot hold; layers that differ in number, shape, parameters or
-            options, so that they would compute something else. A ``momentum`` that differs is a warning.
+            options, so that they would compute something else. ``momentum`` may differ.
 
     Examples:
         >>> import torch, bln
@@ -59,33 +53,18 @@ def transfer(source: Any, target: Any, names: Mapping[str, str] | None = None) -
         >>> torch.equal(a.population.batch_mean, b.population.batch_mean)
         True
     """
-    ours, theirs = framework(source), framework(target)
-    sources, targets = ours.layers(source), theirs.layers(target)
+    sources, targets = framework(source).layers(source), framework(target).layers(target)
     pairs = _pairs(sources, targets, names)
-    states = {name: read(sources[name]) for name in pairs}
-    wanted = {name: read(targets[name]) for name in pairs.values()}
-    for side, found in ((ours, states), (theirs, wanted)) if names is None else ():
-        if side.__name__ == "bln.flax":
-            _refuse_ambiguous(found)
-    fitted, problems, momenta = {}, [], []
+    fitted: dict[str, State] = {}
+    problems = []
     for name, other in pairs.items():
-        where = f"{name!r} to {other!r}"
-        fitted[other], wrong = _fit(states[name], wanted[other])
-        problems += [f"{where}: {text}" for text in wrong]
-        new_weights = states[name].momentum, wanted[other].momentum
-        if not math.isclose(*(math.inf if weight is None else weight for weight in new_weights), abs_tol=1e-9):
-            momenta.append(f"{where}: {new_weights[0]}, {new_weights[1]}")
+        fitted[other], wrong = _fit(read(sources[name]), read(targets[other]))
+        problems += [f"{name!r} to {other!r}: {text}" for text in wrong]
     if problems:
         hint = "" if names is not None or len(pairs) == 1 else "; if layers were paired wrongly, pass names="
         raise ValueError(f"cannot transfer, nothing was changed. {'; '.join(problems)}{hint}")
     for other, state in fitted.items():
         write(targets[other], state)
-    if momenta:
-        warnings.warn(
-            f"momentum (the weight of the new value) of source and target differ: {'; '.join(momenta)}. Predictions "
-            "are the same; further training will average statistics otherwise",
-            stacklevel=2,
-        )
     return pairs
 
 
@@ -97,6 +76,13 @@ def _pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mapping[str,
                 f"the source has {len(sources)} BLN layers {list(sources)}, the target {len(targets)} {list(targets)}; "
                 "they must correspond. For some of them pass names="
             )
+        for found in (sources, targets):
+            if _ambiguous(found):
+                raise ValueError(
+                    f"the BLN layers {list(found)} of a Flax module come in the order of their names, which need not "
+                    "be that of the model, and some have the same shape. Pass names=, the target's name for each of "
+                    "the source's"
+                )
         return dict(zip(sources, targets, strict=True))
     for given, found, side in ((names.keys(), sources, "source"), (names.values(), targets, "target")):
         if unknown := [name for name in given if name not in found]:
@@ -106,29 +92,25 @@ def _pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mapping[str,
     return dict(names)
 
 
-def _refuse_ambiguous(found: dict[str, State]) -> None:
-    """Refuse layers in the order of names, where another order would fit as well."""
-    seen: dict[Any, str] = {}
-    for name, state in found.items():
-        unnumbered = "".join(c for c in name if not c.isdigit())
-        if seen.setdefault(state.tensors["batch_mean"].shape, unnumbered) != unnumbered:
-            raise ValueError(
-                f"the BLN layers {list(found)} of a Flax module come in the order of their names, which need not be "
-                "that of the model, and some have the same shape. Pass names=, the target's name for each of the "
-                "source's"
-            )
+def _ambiguous(found: dict[str, Any]) -> bool:
+    """Whether there are Flax layers of one shape whose names differ in more than numbers."""
+    kinds = {
+        (re.sub(r"\d", "", name), layer.batch_mean.shape)
+        for name, layer in found.items()
+        if type(layer).__module__ == "bln.flax"
+    }
+    return len(kinds) > len({shape for _, shape in kinds})
 
 
 def _fit(source: State, target: State) -> tuple[State, list[str]]:
     """Return the source's state in the shapes and types of the target, and what does not fit."""
     known = source.positions if target.positions is None else target.positions
-    facts: list[tuple[Any, ...]] = [
-        (name, *pair) for name, *pair in zip(Spec._fields, source.spec, target.spec, strict=True)
-    ]
+    facts: list[tuple[str, Any, Any]] = list(zip(Spec._fields, source.spec, target.spec, strict=True))
     if source.spec == target.spec:  # else shapes need not correspond
         facts.append(("positions", known if source.positions is None else source.positions, known))
         facts += [(name, name in source.tensors, name in target.tensors) for name in ("scale", "shift")]
-        facts.append(("features", *(state.tensors["batch_mean"].shape[-1] for state in (source, target))))
+        here, there = (state.tensors["batch_mean"].shape[-1] for state in (source, target))
+        facts.append(("features", here, there))
     problems = [f"{name}={here} in the source, {there} in the target" for name, here, there in facts if here != there]
     if problems:
         return source, problems
@@ -138,8 +120,8 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
         fitted = value.to(other.dtype)
         if not torch.equal(*(torch.nan_to_num(t) for t in (fitted.to(value.dtype), value))):
             problems.append(f"{name} does not fit into the target's {str(other.dtype).removeprefix('torch.')}")
-        learns = source.positions is None and known is not None and name not in ("scale", "shift")
-        tensors[name] = spread(fitted, name, tuple(other.shape)) if learns else fitted
+        # Only a source that does not know its positions yet has other shapes.
+        tensors[name] = fitted if target.positions is None else spread(fitted, name, tuple(other.shape))
     return source._replace(tensors=tensors, positions=known), problems
 
 
@@ -148,34 +130,29 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
 
 def read(layer: Any) -> State:
     """Return all that a layer holds, as copies on the CPU."""
-    of_torch = not isinstance(layer, _arrays.Layer)
-    if not (of_torch or getattr(layer, "built", True)):
-        raise ValueError(f"layer {layer.name!r} is not built; call it on a batch, or build its model, before")
-    if of_torch:
+    if hasattr(layer, "population"):  # of torch
         held = {"scale": layer.weight, "shift": layer.bias, **dict(layer.population.named_buffers())}
         tensors = {name: t.detach().cpu().clone() for name, t in held.items() if t is not None}
-        positions, momentum = layer.population.position_shape, layer.momentum
-    else:
-        tensors = {name: _tensor(layer._numpy(v)) for name, v in layer._variables().items() if v is not None}
-        positions, momentum = layer._positions, _arrays.new_weight(layer.momentum)
-    return State(tensors, positions, layer.config, layer.spec, momentum)
+        return State(tensors, layer.population.position_shape, layer.config, layer.spec)
+    if not layer.built:
+        raise ValueError(f"{layer!r} is not built; call it on a batch, or build its model, before")
+    tensors = {name: _tensor(layer._numpy(variable)) for name, variable in layer._variables().items()}
+    return State(tensors, layer._positions, layer.config, layer.spec)
 
 
 @torch.no_grad()
 def write(layer: Any, state: State) -> None:
     """Give a layer the state of another, which fits."""
     values, pooled = dict(state.tensors), state.positions == ()
-    of_torch = not isinstance(layer, _arrays.Layer)
-    if of_torch:
+    if hasattr(layer, "population"):
         for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):
             if parameter is not None:
                 parameter.copy_(values.pop(name))
         device = layer.population.batch_mean.device
         layer.population.restore((pooled, {name: value.to(device) for name, value in values.items()}))
-    else:
-        # NumPy lacks bfloat16.
+    else:  # through NumPy, which lacks bfloat16
         arrays = {name: (v.float() if v.dtype is torch.bfloat16 else v).numpy() for name, v in values.items()}
-        layer._restore(arrays | {"without_positions": pooled})
+        layer._restore((pooled, arrays))
     layer.config = state.config
 
 

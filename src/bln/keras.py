@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from . import _arrays, formula
 from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._positions import check_shapes, sizes
+from ._positions import check_shapes, sizes, window
 from ._progress import check_repeatable
 from ._spec import Spec, check_layer, option
 from .config import StatisticsConfig
@@ -22,11 +21,6 @@ try:
     from keras import ops
 except ImportError as error:
     raise ImportError(f"bln.keras takes Keras 3, which is not installed: {install('keras')}") from error
-
-if keras.backend.backend() == "torch":
-    from .population import window  # which knows what torch's compiler takes
-else:
-    from ._positions import window
 
 __all__ = [
     "BatchLayerNormalization",
@@ -40,12 +34,9 @@ __all__ = [
 ]
 
 
-_PARAMETER_OPTIONS = {
-    f"{parameter}_{kind}": (getattr(keras, f"{kind}s"), initial if kind == "initializer" else None)
-    for parameter, initial in (("beta", "zeros"), ("gamma", "ones"))
-    for kind in ("initializer", "regularizer", "constraint")
-}
-"""Where Keras looks up the options of the parameters, and their defaults."""
+_KINDS = {kind: getattr(keras, f"{kind}s") for kind in ("initializer", "regularizer", "constraint")}
+"""The options of gamma and of beta, such as ``gamma_initializer``, and where Keras looks them up."""
+_PARAMETER_OPTIONS = {f"{name}_{kind}": library for name in ("gamma", "beta") for kind, library in _KINDS.items()}
 
 
 @keras.saving.register_keras_serializable(package="bln")
@@ -65,8 +56,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         mix_epsilon: The epsilon of the mixing weights; ``None`` is ``epsilon``, with ``groups`` 0.
         momentum: The weight of the *old* value in the population statistics: 0.9 here is 0.1 in torch. ``None``
             averages all mini-batches since the last reset: see ``ResetStatistics``.
-        center: Learn a shift, ``beta``.
-        scale: Learn a scale, ``gamma``.
+        center, scale: Learn a shift, ``beta``, and a scale, ``gamma``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time: compiled functions follow. It is saved with the weights.
         **kwargs: ``beta_initializer``, ``gamma_regularizer``, ``beta_constraint`` and so on, as Keras's own
@@ -86,6 +76,10 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
     """
 
     epsilon, mix_epsilon = option("eps"), option("mix_eps")
+    _xp = ops
+    _numpy = staticmethod(ops.convert_to_numpy)
+    _tensor = staticmethod(ops.cast)
+    _assign = staticmethod(lambda variable, v: variable.assign(ops.stop_gradient(ops.array(v, variable.dtype))))
     _affine = ("gamma", "beta")
 
     def __init__(
@@ -103,10 +97,9 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         dim_scale: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        options = {
-            name: library.get(kwargs.pop(name, default)) for name, (library, default) in _PARAMETER_OPTIONS.items()
-        }
-        super().__init__(**kwargs)
+        defaults = {"gamma_initializer": "ones", "beta_initializer": "zeros"} | kwargs
+        options = {name: library.get(defaults.pop(name, None)) for name, library in _PARAMETER_OPTIONS.items()}
+        super().__init__(**defaults)
         for name, value in options.items():
             setattr(self, name, value)
         self.spec = Spec.of(groups, per_position, epsilon, mix_epsilon, dim_scale)
@@ -115,32 +108,15 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         self.momentum, self.center, self.scale = momentum, center, scale
         self.supports_masking = True
         self.gamma = self.beta = None
-        self._priors = None
-        self._config = StatisticsConfig.parse(config)
-        self._calibrating = self._reached = False
-
-    # ---- configuration
-
-    @property
-    def config(self) -> StatisticsConfig:
-        """The statistics of inference; assign a ``StatisticsConfig`` or four letters."""
-        return self._config if self._priors is None else StatisticsConfig.of(_to_numpy(self._priors))
-
-    @config.setter
-    def config(self, value: StatisticsConfig | str) -> None:
-        self._config = StatisticsConfig.parse(value)
-        if self._priors is not None:
-            self._priors.assign(self._config.priors)
+        self.priors = StatisticsConfig.parse(config).priors
 
     def get_config(self) -> dict[str, Any]:
         """Return what rebuilds the layer, with the present configuration of statistics."""
-        plain = ["axis", "groups", "per_position", "position_shape", "epsilon", "mix_epsilon", "momentum"]
-        plain += ["center", "scale", "dim_scale"]
-        config = {**super().get_config(), **{name: getattr(self, name) for name in plain}, "config": str(self.config)}
-        options = {name: lib.serialize(getattr(self, name)) for name, (lib, _) in _PARAMETER_OPTIONS.items()}
-        return config | options
-
-    # ---- building
+        names = ["axis", "groups", "per_position", "position_shape", "epsilon", "mix_epsilon", "momentum"]
+        names += ["center", "scale", "dim_scale"]
+        options = {name: library.serialize(getattr(self, name)) for name, library in _PARAMETER_OPTIONS.items()}
+        given = {name: getattr(self, name) for name in names} | {"config": str(self.config)}
+        return super().get_config() | given | options  # type: ignore[no-any-return]
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Create parameters and statistics for inputs of this shape."""
@@ -149,110 +125,47 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         if features is None:
             raise ValueError(f"the number of features, axis {self.axis} of the input shape {shape}, must be known")
         self.spec.check_features(features)
-        self._positions = self._positions_of(shape[1:axis] + shape[axis + 1 :], shape)
-        self.input_spec = keras.layers.InputSpec(ndim=len(shape), axes={axis: features})
-
-        def add(name: str, shape: tuple[int, ...], value: Any = None, **options: Any) -> Any:
-            if value is not None:
-                options["initializer"] = lambda shape, dtype: ops.array(np.broadcast_to(value, shape), dtype)
-            return self.add_weight(shape=shape, name=name, autocast=False, trainable=value is None, **options)
-
-        for name, wanted in (("gamma", self.scale), ("beta", self.center)):
-            if wanted:
-                of_name = [option for option in _PARAMETER_OPTIONS if option.startswith(name)]
-                options = {option.removeprefix(f"{name}_"): getattr(self, option) for option in of_name}
-                setattr(self, name, add(name, (features,), **options))
-        for name, size in formula.shapes(self._positions, features, self.groups).items():
-            kind = "int" if name in formula.COUNTERS else _wide(self.variable_dtype)
-            setattr(self, name, add(name, size, formula.INITIAL[name], dtype=kind))
-        self._priors = add("config", (4,), self._config.priors, dtype="float32")
-
-    def _positions_of(self, positions: tuple[int | None, ...], shape: tuple[int | None, ...]) -> tuple[int, ...]:
-        """Return the positions to keep statistics for."""
-        if not self.per_position:
-            return ()
-        fixed = tuple(size for size in positions if size is not None)
-        if self.position_shape is not None:
-            if len(fixed) == len(positions) or len(positions) != len(self.position_shape):
-                window(fixed, self.position_shape)
-            return self.position_shape
-        if len(fixed) < len(positions):
+        positions: tuple[Any, ...] = shape[1:axis] + shape[axis + 1 :] if self.per_position else ()
+        if None not in positions:
+            window(positions, self.position_shape)
+        elif self.position_shape is None:
             raise ValueError(
                 f"batch statistics are kept for each position, but the input shape {shape} does not say how many there "
                 "are. Ways out: (1) position_shape= the longest sequence there will be, shorter ones then use the "
                 "first positions; (2) per_position=False, which pools batch statistics over positions; (3) a fixed "
                 "input shape, as in keras.Input((80,))"
             )
-        return fixed
+        positions = positions if self.position_shape is None else self.position_shape
+        self.input_spec = keras.layers.InputSpec(ndim=len(shape), axes={axis: features})
+        for name, wanted in (("gamma", self.scale), ("beta", self.center)):
+            if wanted:
+                options = {kind: getattr(self, f"{name}_{kind}") for kind in _KINDS}
+                setattr(self, name, self.add_weight((features,), name=name, autocast=False, **options))
+        kept, priors = "float64" if self.variable_dtype == "float64" else "float32", self.priors
+        add = partial(self.add_weight, trainable=False, autocast=False)
+        for name, size in formula.shapes(positions, features, self.groups).items():
+            dtype, initial = "int" if name in formula.COUNTERS else kept, "ones" if formula.INITIAL[name] else "zeros"
+            setattr(self, name, add(size, initial, dtype, name=name))
+        self.priors = add((4,), lambda shape, dtype: ops.array(priors, dtype), "float32", name="config")
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the input's shape."""
         check_shapes("axis", self.axis, input_shape, None, None, empty=True)
         return input_shape
 
-    # ---- calling
-
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Normalize; with ``mask`` true at real entries, hidden ones enter no statistic and come out 0."""
-        training = self._calibrating or (training and self.trainable)
-        self._reached = True
-        dtype = _wide(inputs.dtype, self.batch_mean.dtype)
-        rows = ops.moveaxis(ops.cast(inputs, dtype), self.axis, -1)
-        if self.per_position and len(self._positions) > 1 and None in rows.shape:
+        rows = ops.moveaxis(ops.cast(inputs, self.batch_mean.dtype), self.axis, -1)
+        expected = (None, *self.batch_mean.shape)
+        if len(expected) > 3 and None in rows.shape:
             import tensorflow  # whose graphs alone have open sizes: a size of 1 would be stretched
 
-            rows = tensorflow.ensure_shape(rows, (None, *self._positions, rows.shape[-1]))
+            rows = tensorflow.ensure_shape(rows, expected)
         if mask is not None:
-            mask = mask if hasattr(mask, "shape") else np.asarray(mask)
+            mask = ops.convert_to_tensor(mask, "bool")
             check_shapes("axis", self.axis, inputs.shape, None, mask.shape, empty=True)
-            mask = ops.cast(mask, "bool")
-        values = {
-            name: v if v is None else ops.convert_to_tensor(v) if name in formula.COUNTERS else ops.cast(v, dtype)
-            for name, v in self._variables().items()
-        }
-        call = _arrays.Call(ops, self.spec, values, self._length(rows))
-        if training:
-            y, after = call.train(rows, mask, self.momentum)
-            for name, value in after.items():
-                getattr(self, name).assign(ops.stop_gradient(value))
-        else:
-            y = call.infer(rows, mask, ops.convert_to_tensor(self._priors))
-        # Keras has cast floats to the policy's type; integers, such as those of images, become it here.
-        kept = keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype))
-        return ops.cast(ops.moveaxis(y, -1, self.axis), inputs.dtype if kept else self.compute_dtype)
-
-    def _length(self, rows: Any) -> Any:
-        """Return how many of the known positions a shorter sequence uses; ``None`` for all."""
-        positions = tuple(rows.shape[1:-1]) if self.per_position else ()
-        if None in positions:  # a TensorFlow graph for any length
-            return ops.shape(rows)[1] if len(positions) == 1 else None
-        found = window(positions, self._positions)
-        return found[0].stop if found else None
-
-    # ---- variables, as NumPy arrays
-
-    def reset_statistics(self) -> None:
-        """Forget the population: mean 0, variance 1."""
-        if self.built:  # TensorFlow builds a model in its first step, after the callbacks of the epoch's begin
-            super().reset_statistics()
-
-    def _numpy(self, variable: Any) -> Any:
-        return _to_numpy(variable)
-
-    def _assign(self, variable: Any, value: Any) -> None:
-        variable.assign(ops.array(value, variable.dtype))
-
-
-def _wide(*dtypes: Any) -> str:
-    """Return the type to compute in. ``keras.backend.result_type`` knows no float64 on JAX and torch."""
-    return "float64" if "float64" in map(keras.backend.standardize_dtype, dtypes) else "float32"
-
-
-def _to_numpy(value: Any) -> Any:
-    """Return a NumPy array of whatever tensor a data loader or a backend has."""
-    if isinstance(value, keras.Variable):
-        return np.asarray(ops.convert_to_numpy(value))
-    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)  # torch's, or another's
+        y = self._normalize(rows, mask, training and self.trainable)
+        return ops.cast(ops.moveaxis(y, -1, self.axis), self.compute_dtype)
 
 
 # ---- whole models
@@ -264,18 +177,18 @@ def layers(model: Any) -> dict[str, BatchLayerNormalization]:
     A layer inside another that has a name taken before is called by its path, as in ``"block_2/norm"``.
     """
     found: dict[str, BatchLayerNormalization] = {}
-    for path, layer in _walk(model, ()):
-        if isinstance(layer, BatchLayerNormalization) and not any(layer is other for other in found.values()):
-            name = next((n for at in range(len(path)) if (n := "/".join(path[-at - 1 :])) not in found), None)
-            found[name or f"{'/'.join(path)}:{len(found)}"] = layer
+    for path, layer in _walk(model, ""):
+        if isinstance(layer, BatchLayerNormalization) and layer not in found.values():
+            name = path if layer.name in found else layer.name
+            found[f"{path}:{len(found)}" if name in found else name] = layer
     return found
 
 
-def _walk(layer: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    path = (*path, layer.name)
+def _walk(layer: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield a layer, which stands at this path, and all inside it."""
     yield path, layer
     for child in layer._flatten_layers(include_self=False, recursive=False):
-        yield from _walk(child, path)
+        yield from _walk(child, f"{path}/{child.name}" if path else child.name)
 
 
 class ResetStatistics(keras.callbacks.Callback):
@@ -309,50 +222,29 @@ class Calibrate(keras.callbacks.Callback):
 # ---- what _array_models.py takes of a framework
 
 _LAYER = "BatchLayerNormalization"
+_ACCURACY_THRESHOLD = 0.5  # of probabilities, as in compile(metrics=["accuracy"])
+_convert, _leaves = partial(keras.tree.map_structure, ops.convert_to_numpy), keras.tree.flatten
 
 
-def _convert(batch: Any) -> Any:
-    """Return a batch as NumPy arrays."""
-    return keras.tree.map_structure(_to_numpy, batch)
+def _modes(model: Any) -> list[tuple[Any, str]]:
+    """Return what ``_runner`` changes: owners and names of attributes."""
+    return [(model, "predict_function")]
 
 
-@contextmanager
-def _evaluating(model: Any, calibrating: bool = False) -> Iterator[None]:
-    """Retrace ``predict`` for a calibration: a function traced before would not calibrate."""
-    compiled = model.predict_function
-    try:
-        model.predict_function = None if calibrating else compiled
-        yield
-    finally:
-        if calibrating:
-            model.predict_function = compiled
-
-
-def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool = False) -> Callable[[Any], Any]:
+def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool) -> Callable[[Any], Any]:
     """Return the function that runs the model on inputs, or ``step`` on a batch."""
+    if calibrating:  # what was traced before would not calibrate
+        model.predict_function = None
     return model.predict_on_batch if step is None else partial(step, model)
 
 
-def _function(name: str, given: Any) -> Any:
-    """Return the loss, or the metric of this name, for what ``compile`` would take."""
-    if name == "loss":
-        return keras.losses.get(given)
-    return _accuracy if given in ("accuracy", "acc") else keras.metrics.get(given)
+def _measure(name: str, given: Any) -> Callable[[Any, Any], float]:
+    """Return the mean over a batch of the loss, or of the metric of this name, for what ``compile`` would take."""
+    function = (keras.losses if name == "loss" else keras.metrics).get(given)
 
+    def measure(outputs: Any, targets: Any) -> float:
+        if isinstance(function, keras.metrics.Metric):
+            function.reset_state()
+        return float(np.mean(ops.convert_to_numpy(function(targets, outputs))))
 
-def _accuracy(targets: Any, outputs: Any) -> Any:
-    """Return the accuracy that ``compile(metrics=["accuracy"])`` would choose for these shapes."""
-    if outputs.shape[-1] == 1:
-        return keras.metrics.binary_accuracy(targets.reshape(outputs.shape), outputs)
-    if targets.shape == outputs.shape:
-        return keras.metrics.categorical_accuracy(targets, outputs)
-    return keras.metrics.sparse_categorical_accuracy(targets, outputs)
-
-
-def _evaluate(function: Any, outputs: Any, targets: Any) -> float:
-    """Return the mean of a loss or metric over a batch."""
-    if isinstance(function, keras.metrics.Metric):
-        function.reset_state()
-        function.update_state(targets, outputs)
-        return float(function.result())
-    return float(np.mean(ops.convert_to_numpy(function(targets, outputs))))
+    return measure

@@ -112,7 +112,8 @@ class TestCalibrate:
         model.first.inverse_m.set_value(jnp.full_like(model.first.inverse_m[...], 0.25))
         bln.flax.calibrate(model, batches, step=nnx.jit(lambda model, batch: model(batch["image"])))
         for key, value in state(model).items():
-            np.testing.assert_allclose(value, expected[key], err_msg=key, **CLOSE)
+            if value is not None:  # as where nothing calibrates
+                np.testing.assert_allclose(value, expected[key], err_msg=key, **CLOSE)
 
     def test_a_layer_over_several_devices_is_calibrated_on_one(self, rng):
         model = net(groups=1, axis_name="devices")
@@ -219,7 +220,8 @@ class TestSearch:
         )
         assert len(calls) == 1
         expected = bln.flax.search(trained, batches[:2], loss=self.loss, metrics=["accuracy"])
-        assert [row.metrics["right"] for row in result] == [row.metrics["accuracy"] for row in expected]
+        right = [row.metrics["right"] for row in result]  # a mean in float32
+        assert right == pytest.approx([row.metrics["accuracy"] for row in expected], rel=1e-6)
 
     def test_what_cannot_be_is_refused_and_changes_nothing(self, trained, batches):
         before = state(trained)
@@ -229,8 +231,8 @@ class TestSearch:
             bln.flax.search(trained, [], loss=self.loss)
         with pytest.raises(ValueError, match="metric 'f1' is 'f1', expected a function"):
             bln.flax.search(trained, batches, loss=self.loss, metrics="f1")
-        targets = [(x, y[:, None]) for x, y in batches]
-        with pytest.raises(ValueError, match=r"'accuracy' is for outputs.*got \(10, 3\) and \(10, 1\)"):
+        targets = [(x, np.stack([y, y], 1)) for x, y in batches]
+        with pytest.raises(ValueError, match=r"'accuracy' is for outputs.*got \(10, 3\) and \(10, 2\)"):
             bln.flax.search(trained, targets, loss=lambda o, y: self.loss(o, y[:, 0]), metrics="accuracy")
         assert_unchanged(trained, before)
 

@@ -135,7 +135,7 @@ def test_tables_are_those_of_the_results(measured, page):
     assert measured.fill(text) == text, "run `make tables`"
 
 
-@pytest.mark.parametrize("name", ["reproduction", "choosing", "shift"])
+@pytest.mark.parametrize("name", ["reproduction", "batch-sizes", "choosing", "shift"])
 def test_pages_of_results_have_their_numbers_in_tables(measured, name):
     """Decimals of the text outside of tables are settings of runs, so that no result is written by hand."""
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ import ziamath
 
 from bln.experiments.report.markup import together
 
-
 LONG = 34
 """Characters of a cell, or of one word of it, that a phone has no room for beside others."""
 
@@ -43,14 +42,15 @@ def _cards(table: str) -> str:
     of_words = len(headings) > 2 and max(map(len, texts)) > LONG
     if not of_words and max(len(word) for text in texts for word in re.split(r"[\s-]", text)) <= LONG:
         return table
-    body = "".join(
-        "<tr>" + "".join(map(_labelled, row, map(_text, headings))) + "</tr>" for row in rows
-    )
-    return f'<table data-cards>{table[:table.index("<tbody>")].removeprefix("<table>")}<tbody>{body}</tbody></table>'
+    cards = "".join(f"<tr>{''.join(map(_cell, row, headings, range(len(row))))}</tr>" for row in rows)
+    head = table[len("<table>") : table.index("<tbody>")]
+    return f"<table data-cards>{head}<tbody>{cards}</tbody></table>"
 
 
-def _labelled(cell: str, heading: str) -> str:
-    return f'<td data-heading="{heading}">{cell}</td>' if cell else "<td></td>"
+def _cell(content: str, heading: str, at: int) -> str:
+    """Return a cell with its heading; the first one is the title of its card, unless it is a bare number."""
+    told = "" if at == 0 and not content.isdigit() else html.escape(_text(heading))
+    return f'<td data-heading="{told}">{content}</td>'
 
 
 def _text(cell: str) -> str:

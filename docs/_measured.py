@@ -102,9 +102,10 @@ def _cost(results: Path) -> str:
         ratios = [float(step[norm]["ratio"]) for step in steps if norm in step]
         return f"**{_range(ratios)}**" if ratios else ""
 
-    gpu, fused = takes("bln grouped"), takes("bln fused")
-    on_gpu = f"{gpu} times BatchNorm's in ResNet-50 on a GPU" if gpu else "an unknown time on a GPU: it is not measured yet"
-    if fused:
+    on_gpu = "an unknown time on a GPU: it is not measured yet"
+    if grouped := takes("bln grouped"):
+        on_gpu = f"{grouped} times BatchNorm's in ResNet-50 on a GPU"
+    if fused := takes("bln fused"):
         on_gpu += f", {fused} times with ReLU and shortcut in the layer"
     cpu = _range(_ratios(results / "benchmarks" / "resnet18_cpu.csv", "BLN grouped"))
     return (
@@ -139,7 +140,7 @@ def by_size(found: sizes.Results) -> str:
             best = max(each.values(), key=lambda one: one.mean if one.n else -math.inf)
             text = each[norm].plus_minus() if each[norm].n else ""
             cells.append(f"**{text}**" if each[norm] is best and text else text)
-        rows.append([f"{sizes.name(norm)} (`{norm}`)", *cells])
+        rows.append([sizes.name(norm), *cells])
     return table(["test accuracy", *(f"batch {size}" for size in found.sizes)], rows)
 
 
@@ -233,8 +234,8 @@ def claims(results: Path) -> str:
         counts = Counter(part.verdict for part in judge(summary, protocol))
         reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
         lines.append(
-            f"- **{how[protocol]}** (`{protocol}`): of {counts.total()} parts of the claims {reproduced} are reproduced, "
-            f"{refuted} are not, and {undecided} are undecided for want of seeds."
+            f"- **{how[protocol]}** (`{protocol}`): of {counts.total()} parts of the claims {reproduced} are "
+            f"reproduced, {refuted} are not, and {undecided} are undecided for want of seeds."
         )
     return "\n".join(lines)
 
@@ -389,7 +390,7 @@ def resnet50(results: Path) -> str:
     legend = (
         "Images have 224 pixels. The time with BatchNorm is in milliseconds, the other columns are multiples of it. "
         '*Fused* is the grouped form with `activation="relu"`: ReLU and shortcut are in the same pass as the '
-        "normalization."
+        "normalization. Empty cells were not measured."
     )
     legend = " ".join([legend, *(text for mode, text in MODES_EXPLAINED.items() if any(at[3] == mode for at in steps))])
     made = [origin.read_text(encoding="utf-8").strip()] if origin.exists() else []
@@ -468,6 +469,7 @@ def shift_gains(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "box": box,
+    "cost": _cost,
     "digits": lambda results: by_size(_digits(results)),
     "digits_standings": lambda results: standings(_digits(results)),
     "resnet": resnet,

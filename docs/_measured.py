@@ -19,7 +19,7 @@ from bln.experiments import table as runs_table
 from bln.experiments.report import page, shift, sizes
 from bln.experiments.report.claims import CLAIMS, Part, Verdict, judge, overall
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, ended
-from bln.experiments.report.overview import chosen
+from bln.experiments.report.overview import chosen, kind
 from bln.experiments.report.statistics import mean_interval, number, paired_interval
 from bln.experiments.report.style import look
 from bln.experiments.report.summary import CONFIGURATIONS, Run, Score, Summary, authors, collect, read
@@ -170,7 +170,7 @@ def resnet(results: Path) -> str:
         found = mean_interval([TEST_ACCURACY.of(run) for run in summary.select(setting, norm)])
         return found.plus_minus() if found.n else ""
 
-    rows = [[look(norm).name, *(cell(setting, norm) for setting in settings)] for norm in norms]
+    rows = [[sizes.name(norm), *(cell(setting, norm) for setting in settings)] for norm in norms]
     return table(["test accuracy", *(f"batch {setting.batch_size}" for setting in settings)], rows)
 
 
@@ -178,7 +178,7 @@ def transformer_verdict(results: Path) -> str:
     """Return whether BLN helps in a transformer, and how this was run."""
     parts = []
     for found in _sizes("transformer", results):
-        parts += [f"**{sizes.advice(found)}** {sizes.sentences(found)[1]}", sizes.recipe(found)]
+        parts += [f"**{sizes.advice(found)}**", sizes.recipe(found)]
         every = [(norm, size) for norm in found.recipe.norms for size in found.recipe.batch_sizes]
         known = [each for each in every if found.chosen(*each)]
         if len(known) < len(every):
@@ -205,7 +205,7 @@ def grid(results: Path) -> str:
                     for measure in (TRAIN_ACCURACY, TEST_ACCURACY)
                 )
                 loss = mean_interval([run.train_loss[-1] for run in runs]).plus_minus()
-                net = f"{task.upper()}, {100 * setting.fraction:g} %, batch {setting.batch_size}, `{setting.protocol}`"
+                net = f"{kind(task)}, {100 * setting.fraction:g} %, batch {setting.batch_size}, `{setting.protocol}`"
                 printed = (
                     number(known.train_accuracy[-1]) if known and known.train_accuracy else "",
                     number(known.test.accuracy) if known and known.test else "",
@@ -281,7 +281,7 @@ def configurations(results: Path) -> str:
         if not runs:
             continue
         means = {name: sum(_scores(run)[name].accuracy for run in runs) / len(runs) for name in CONFIGURATIONS}
-        about = [setting.task.replace("cnn", "CNN").replace("rnn", "RNN"), f"{100 * setting.fraction:g} %"]
+        about = [kind(setting.task), f"{100 * setting.fraction:g} %"]
         about += [str(setting.batch_size), f"`{setting.protocol}`", str(len(runs)), f"`{chosen(runs)}`"]
         spreads = [number(_spread(means, slice(2, 4))), number(_spread(means, slice(2)))]
         rows.append([*about, *(number(means[f"{pair}FF"]) for pair in PAIRS), *spreads])

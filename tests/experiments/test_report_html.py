@@ -200,8 +200,8 @@ def test_parts_of_a_summary_make_a_page(rng, tmp_path, attempt):
 def test_what_was_not_run_is_said(rng):
     runs = [one for one in world(rng, seeds=3) if one["task"] == "cnn" and one["norm"] != "bn"]
     page, _ = shown(runs)
-    assert "CNN on CIFAR-10, 20 % of the data, batch 25, protocol paper: BN not run" in page.text
-    assert "RNN on IMDB, 20 % of the data, batch 1, protocol paper: BLN, BN, LN not run" in page.text
+    assert "CNN on CIFAR-10, 20 % of the data, batch 25, protocol paper: BatchNorm not run" in page.text
+    assert "RNN on IMDB, 20 % of the data, batch 1, protocol paper: BLN, BatchNorm, LayerNorm not run" in page.text
     assert "100 % of the data, batch 25, protocol paper: BatchNorm" not in page.text  # the paper did not either
 
 

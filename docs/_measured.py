@@ -235,7 +235,7 @@ def claims(results: Path) -> str:
         reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
         lines.append(
             f"- **{how[protocol]}** (`{protocol}`): of {counts.total()} parts of the claims {reproduced} are "
-            f"reproduced, {refuted} are not, and {undecided} are undecided for want of seeds."
+            f"reproduced, {refuted} are not, and {undecided} are undecided for want of runs."
         )
     return "\n".join(lines)
 

@@ -109,7 +109,7 @@ def test_the_page_begins_and_the_terminal_ends_with_what_the_runs_say(tmp_path, 
     sentence, clauses = sizes.conclusion(results)
     for text in (sentence, *clauses):
         assert page.index(together(text)) < page.index("<svg")
-        assert said.index(text) > said.index("In inference")
+        assert said.index(text) > said.index("Mean over seeds")
     for explained in ("BatchNorm</b> normalizes", "E_B and Std_B, mean and deviation over the batch"):
         assert explained in page
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == {

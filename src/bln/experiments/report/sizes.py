@@ -494,7 +494,6 @@ def lines(found: Sequence[Results]) -> Group:
             estimates = [results.estimate(norm, size) for size in results.sizes]
             shown.add_row(name(norm), *(each.plus_minus() if each.n else "" for each in estimates))
         parts += [shown, Text("Mean over seeds ± 95 % interval; learning rates chosen on validation.", style="dim")]
-        parts += [Text(f"{what}{text}", style="dim") for what, text in _explained(results)]
         said, clauses = conclusion(results)
         parts += [Text(f"\n{said}", style="bold"), *(Text(f"- {clause}") for clause in clauses)]
     return Group(*(parts or [Text("No runs yet.")]))

@@ -469,6 +469,7 @@ def shift_gains(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "box": box,
+    "gain": lambda results: _gain(_digits(results)),
     "cost": _cost,
     "digits": lambda results: by_size(_digits(results)),
     "digits_standings": lambda results: standings(_digits(results)),

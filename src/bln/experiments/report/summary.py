@@ -110,8 +110,8 @@ class Summary:
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the runs of the paper's experiments in a table, with where they come from, as :func:`read` takes them."""
-    found = [row | {"norm": _OLD_NAMES.get(row["norm"], row["norm"])} for row in rows if row["task"] in TASKS]
-    found = [row for row in found if row["norm"] is not None]
+    found = [{**row, "norm": _OLD_NAMES.get(row["norm"], row["norm"])} for row in rows if row["task"] in TASKS]
+    found = [row for row in found if row["norm"]]
 
     def every(values: Iterable[Any]) -> list[str]:
         return sorted({str(value) for value in values if value})

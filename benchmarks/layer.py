@@ -238,29 +238,27 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
         "compiled": ("BLN's formula, compiled", "#999999", "D"),
     }  # fmt: skip
     types = [name for name in ("float32", "bfloat16") if any(row["type"] == name for row in rows)]
-    figure, axes = pyplot.subplots(
-        2, len(types), figsize=(5.2 * len(types), 9), sharex=True, squeeze=False, layout="constrained"
+    panels = [(*each, kind) for each in (("forward", "a copy"), ("backward", "an addition")) for kind in types]
+    figure, axes = pyplot.subplots(  # one below the other, for phones
+        len(panels), 1, figsize=(5, 3.3 * len(panels)), sharex=True, squeeze=False, layout="constrained"
     )
-    for column, kind in enumerate(types):
+    for axis, (direction, unit, kind) in zip(axes[:, 0], panels, strict=True):
         shown = [row for row in rows if row["type"] == kind and row["layout"] == "features last"]
-        for axis, direction, unit in zip(
-            axes[:, column], ("forward", "backward"), ("a copy", "an addition"), strict=True
-        ):
-            places = range(len(shown))
-            for name, (label, colour, marker) in names.items():
-                found = [row.get(f"{name} {direction}") for row in shown]
-                times = [float(value) if value else float("nan") for value in found]  # type: ignore[arg-type]
-                axis.plot(times, places, marker, color=colour, label=label, markersize=7 if name == "BLN" else 5)
-            axis.set_yticks(places, [str(row["shape"]) for row in shown])
-            axis.invert_yaxis()
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.grid(alpha=0.4)
-            axis.axvline(1, color="black", linewidth=0.8)
-            axis.set_title(f"{direction}, {kind}, times {unit}", fontsize=10)
+        places = range(len(shown))
+        for name, (label, colour, marker) in names.items():
+            found = [row.get(f"{name} {direction}") for row in shown]
+            times = [float(value) if value else float("nan") for value in found]  # type: ignore[arg-type]
+            axis.plot(times, places, marker, color=colour, label=label, markersize=7 if name == "BLN" else 5)
+        axis.set_yticks(places, [str(row["shape"]) for row in shown])
+        axis.invert_yaxis()
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.grid(alpha=0.4)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_title(f"{direction}, {kind}, times {unit}", fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=110)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=200)
 
 
 def recorded(path: Path = RECORDED) -> dict[str, dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,8 +21,8 @@ def cpu_steps(results: Path = RESULTS) -> Plot:
     """Return bars: a training step of ResNet-18 on a CPU with each norm."""
     rows = _rows(results / "benchmarks" / "resnet18_cpu.csv")
     labels = [f"batch {row['batch']}, {LAYOUTS.get(row['layout'], row['layout'])}" for row in rows]
-    ratios = {name: [float(row[name]) for row in rows] for name in ("GroupNorm", "BLN grouped")}
-    return _bars("resnet18_cpu", "ResNet-18", labels, ratios)
+    bars = [{norm: float(row[norm]) for norm in ("GroupNorm", "BLN grouped")} for row in rows]
+    return _bars("resnet18_cpu", "ResNet-18", labels, bars)
 
 
 def gpu_chart(results: Path = RESULTS) -> Plot | None:
@@ -33,33 +32,37 @@ def gpu_chart(results: Path = RESULTS) -> Plot | None:
         return None
     labels = [f"batch {batch}, {MODES.get(mode, mode)}" for batch, _, _, mode in steps]
     norms = [norm for norm in step_norms(steps) if norm != "bn"]
-    ratios = {
-        STEP_NAMES[norm]: [float(step[norm]["ratio"]) if norm in step else math.nan for step in steps.values()]
-        for norm in norms
-    }
-    return _bars("resnet50_gpu", "ResNet-50", labels, ratios)
+    bars = [{STEP_NAMES[norm]: float(step[norm]["ratio"]) for norm in norms if norm in step} for step in steps.values()]
+    return _bars("resnet50_gpu", "ResNet-50", labels, bars)
 
 
-def _bars(name: str, net: str, labels: Sequence[str], ratios: Mapping[str, Sequence[float]]) -> Plot:
-    """Return bars for each label, as multiples of BatchNorm's time."""
-    width = 0.8 / len(ratios)
+def _bars(name: str, net: str, labels: Sequence[str], bars: Sequence[Mapping[str, float]]) -> Plot:
+    """Return the bars of each label, as multiples of BatchNorm's time."""
+    places: dict[str, list[float]] = {norm: [] for norm in COLOURS}
+    middles, at = [], 0.0
+    for each in bars:
+        middles.append(at + (len(each) - 1) / 2)
+        for norm in each:
+            places[norm].append(at)
+            at += 1
+        at += 0.6
     with styled():
-        figure = Figure(figsize=(5, 1.1 + 0.23 * len(labels) * (len(ratios) + 0.5)))
+        figure = Figure(figsize=(5, 1.1 + 0.23 * at))
         axes = figure.add_subplot()
-        for at, (norm, values) in enumerate(ratios.items()):
-            places = [place + width * (at - (len(ratios) - 1) / 2) for place in range(len(labels))]
-            axes.barh(places, values, height=0.9 * width, color=COLOURS[norm], label=norm)
-            for place, value in zip(places, values, strict=True):
-                text = "not run" if math.isnan(value) else f"{value:.2f}"
-                ink = INK if math.isnan(value) else "white"
-                axes.text(0.03, place, text, color=ink, fontsize=8.5, va="center_baseline")  # left of the line at 1
+        for norm, own in places.items():
+            if own:
+                values = [each[norm] for each in bars if norm in each]
+                axes.barh(own, values, height=0.9, color=COLOURS[norm], label=norm)
+                for place, value in zip(own, values, strict=True):  # the text stands left of the line at 1
+                    axes.text(0.03, place, f"{value:.2f}", color="white", fontsize=8.5, va="center_baseline")
         axes.axvline(1, color=INK, linewidth=1)
-        axes.set_yticks(range(len(labels)), labels)
+        axes.set_yticks(middles, labels)
         axes.set(xlabel="time of a training step, BatchNorm = 1")
-        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_ylim(at - 0.8, -0.8)
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside lower center", ncols=2)
-    alt = f"Bars: a training step of {net} with {' and '.join(ratios)}, as a multiple of BatchNorm's."
+    norms = " and ".join(norm for norm, own in places.items() if own)
+    alt = f"Bars: a training step of {net} with {norms}, as a multiple of BatchNorm's."
     return Plot(name, "", alt, figure)
 
 

@@ -1,17 +1,21 @@
 """What is done when the site is built.
 
 Formulas become SVG: readers need no script, no font and no network for them. Numbers stay on a line with their
-intervals.
+intervals. Tables of words know their headings in each cell, for phones, where a row becomes a card.
 """
 
 from __future__ import annotations
 
 import html
+import re
 from typing import Any
 
 import ziamath
 
 from bln.experiments.report.markup import together
+
+LONG = 34
+"""Characters of a cell, or of one word of it, that a phone has no room for beside others."""
 
 
 def on_config(config: Any) -> Any:
@@ -27,5 +31,27 @@ def _draw(source: str, *_: Any, **__: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Return the page with no line break inside of a number and its interval."""
-    return together(content)
+    """Return the page with no line break inside of a number and its interval, and with tables fit for a phone."""
+    return re.sub(r"<table>.*?</table>", lambda found: _cards(found[0]), together(content), flags=re.DOTALL)
+
+
+def _cards(table: str) -> str:
+    """Return the table, marked ``data-cards`` if it is of words: its rows would be too wide for a phone."""
+    headings, *rows = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in table.split("</tr>")[:-1])
+    texts = [_text(cell) for row in rows for cell in row]
+    of_words = len(headings) > 2 and max(map(len, texts)) > LONG
+    if not of_words and max(len(word) for text in texts for word in re.split(r"[\s-]", text)) <= LONG:
+        return table
+    cards = "".join(f"<tr>{''.join(map(_cell, row, headings, range(len(row))))}</tr>" for row in rows)
+    head = table[len("<table>") : table.index("<tbody>")]
+    return f"<table data-cards>{head}<tbody>{cards}</tbody></table>"
+
+
+def _cell(content: str, heading: str, at: int) -> str:
+    """Return a cell with its heading; the first one is the title of its card, unless it is a bare number."""
+    told = "" if at == 0 and not content.isdigit() else html.escape(_text(heading))
+    return f'<td data-heading="{told}">{content}</td>'
+
+
+def _text(cell: str) -> str:
+    return re.sub("<[^>]+>", "", cell)

@@ -19,7 +19,7 @@ from bln.experiments import table as runs_table
 from bln.experiments.report import page, shift, sizes
 from bln.experiments.report.claims import CLAIMS, Part, Verdict, judge, overall
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, ended
-from bln.experiments.report.overview import chosen
+from bln.experiments.report.overview import chosen, kind
 from bln.experiments.report.statistics import mean_interval, number, paired_interval
 from bln.experiments.report.style import look
 from bln.experiments.report.summary import CONFIGURATIONS, Run, Score, Summary, authors, collect, read
@@ -68,17 +68,17 @@ def box(results: Path) -> str:
 
 
 def _gain(found: sizes.Results) -> str:
+    """Return how far BLN and others are behind the best of them, each at its worst batch size."""
     norms = [norm for norm in (sizes.OURS, "bn", "gn") if norm in found.norms]
     means = {norm: [100 * found.estimate(norm, size).mean for size in found.sizes] for norm in norms}
-    accuracies = "; ".join(
-        f"{sizes.name(norm)} {', '.join(number(mean, digits=1) for mean in means[norm])}" for norm in norms
-    )
     best = [max(column) for column in zip(*means.values(), strict=True)]
     behind = {norm: max(top - mean for top, mean in zip(best, means[norm], strict=True)) for norm in norms}
-    worst = _listed([f"{sizes.name(norm)} {number(points, digits=1)}" for norm, points in behind.items()])
+    ours, *others = (number(points, digits=1) for points in behind.values())
+    rivals = ", ".join(f"{sizes.name(norm)} {points}" for norm, points in zip(norms[1:], others, strict=True))
+    claim = "**No batch size to avoid.** " if behind[sizes.OURS] == min(behind.values()) else ""
     return (
-        f"One layer for every batch size. Handwritten digits, % right at batch {_listed(found.sizes)}: {accuracies}. "
-        f"Points behind the best of them, each at its worst size: {worst}. {_stands(sizes.standings(found))}"
+        f"{claim}At its worst of batch {_listed(found.sizes)} BLN is **{ours}** points behind the most accurate; "
+        f"{rivals}. {_stands(sizes.standings(found))}"
     )
 
 
@@ -91,37 +91,33 @@ def _stands(stands: Sequence[sizes.Standing]) -> str:
         for kind, own in at.items()
         if own
     ]
-    return f"By 95 % intervals over seeds, BLN is {_listed(parts)} against the best other norm."
+    return f"Against the best other norm it is {_listed(parts)}."
 
 
 def _cost(results: Path) -> str:
+    """Return the time of an eager training step over that with BatchNorm."""
+    steps = [step for at, step in gpu_steps(results).items() if at[1:] == (*MAIN, "eager")]
+
+    def takes(norm: str) -> str:
+        ratios = [float(step[norm]["ratio"]) for step in steps if norm in step]
+        return f"**{_range(ratios)}**" if ratios else ""
+
+    on_gpu = "an unknown time on a GPU: it is not measured yet"
+    if grouped := takes("bln grouped"):
+        on_gpu = f"{grouped} times BatchNorm's in ResNet-50 on a GPU"
+    if fused := takes("bln fused"):
+        on_gpu += f", {fused} times with ReLU and shortcut in the layer"
     cpu = _range(_ratios(results / "benchmarks" / "resnet18_cpu.csv", "BLN grouped"))
-    on_cpu, frozen = f"ResNet-18 on a CPU takes {cpu} times", "Frozen for inference, the layer costs nothing."
-    steps = {at: step for at, step in gpu_steps(results).items() if at[1:3] == MAIN}
-
-    def takes(norm: str, mode: str) -> str:
-        found = {at[0]: step[norm]["ratio"] for at, step in steps.items() if at[3] == mode and norm in step}
-        return _listed([f"{float(ratio):.2f} at batch {batch}" for batch, ratio in found.items()])
-
-    if not (grouped := takes("bln grouped", "eager")):
-        return f"A training step of {on_cpu} BatchNorm's; ResNet-50 on a GPU is not measured yet. {frozen}"
-    ways = {"with ReLU and shortcut in the layer": ("bln fused", "eager"), "compiled": ("bln grouped", "compiled")}
-    more = [f"{way}, {own}" for way, which in ways.items() if (own := takes(*which))]
     return (
-        "In multiples of BatchNorm's time, an eager training step of ResNet-50 on a GPU takes "
-        f"{'; '.join([grouped, *more])}. {on_cpu}. {frozen}"
+        f"A training step takes {on_gpu}. On a CPU it takes {cpu} times BatchNorm's in ResNet-18. "
+        "Frozen for inference it costs nothing."
     )
 
 
 def _not_for(found: sizes.Results) -> str:
     size = found.sizes[-1]
-    difference = paired_interval(found.differences(size, "bn"))
-    points = difference.times(100).text(signed=True, digits=1)
-    large = "Large batches alone" if not difference.low > 0 else "Large batches where time matters most"
-    return (
-        f"{large}: at batch {size} its difference to BatchNorm is {points} points. Nor for causal sequences in the "
-        "grouped form."
-    )
+    gain = "little" if paired_interval(found.differences(size, "bn")).low > 0 else "no"
+    return f"Large batches of one size: {gain} gain over BatchNorm is shown at batch {size}. Causal sequences."
 
 
 def _listed(words: Sequence[object]) -> str:
@@ -144,7 +140,7 @@ def by_size(found: sizes.Results) -> str:
             best = max(each.values(), key=lambda one: one.mean if one.n else -math.inf)
             text = each[norm].plus_minus() if each[norm].n else ""
             cells.append(f"**{text}**" if each[norm] is best and text else text)
-        rows.append([f"{sizes.name(norm)} (`{norm}`)", *cells])
+        rows.append([sizes.name(norm), *cells])
     return table(["test accuracy", *(f"batch {size}" for size in found.sizes)], rows)
 
 
@@ -174,7 +170,7 @@ def resnet(results: Path) -> str:
         found = mean_interval([TEST_ACCURACY.of(run) for run in summary.select(setting, norm)])
         return found.plus_minus() if found.n else ""
 
-    rows = [[look(norm).name, *(cell(setting, norm) for setting in settings)] for norm in norms]
+    rows = [[sizes.name(norm), *(cell(setting, norm) for setting in settings)] for norm in norms]
     return table(["test accuracy", *(f"batch {setting.batch_size}" for setting in settings)], rows)
 
 
@@ -182,7 +178,7 @@ def transformer_verdict(results: Path) -> str:
     """Return whether BLN helps in a transformer, and how this was run."""
     parts = []
     for found in _sizes("transformer", results):
-        parts += [f"**{sizes.advice(found)}** {sizes.sentences(found)[1]}", sizes.recipe(found)]
+        parts += [f"**{sizes.advice(found)}**", sizes.recipe(found)]
         every = [(norm, size) for norm in found.recipe.norms for size in found.recipe.batch_sizes]
         known = [each for each in every if found.chosen(*each)]
         if len(known) < len(every):
@@ -209,7 +205,7 @@ def grid(results: Path) -> str:
                     for measure in (TRAIN_ACCURACY, TEST_ACCURACY)
                 )
                 loss = mean_interval([run.train_loss[-1] for run in runs]).plus_minus()
-                net = f"{task.upper()}, {100 * setting.fraction:g} %, batch {setting.batch_size}, `{setting.protocol}`"
+                net = f"{kind(task)}, {100 * setting.fraction:g} %, batch {setting.batch_size}, `{setting.protocol}`"
                 printed = (
                     number(known.train_accuracy[-1]) if known and known.train_accuracy else "",
                     number(known.test.accuracy) if known and known.test else "",
@@ -228,6 +224,20 @@ def undecided(results: Path) -> str:
 
 def _summary(results: Path) -> Summary:
     return read(collect(runs_table.read(results / runs_table.NAME)))
+
+
+def claims(results: Path) -> str:
+    """Return a line for each protocol: how many parts of the paper's claims came out, and how."""
+    how = {"paper": "As the authors did it", "clean": "With mini-batches drawn anew each epoch"}
+    summary, lines = _summary(results), []
+    for protocol in summary.protocols("cnn", "rnn"):
+        counts = Counter(part.verdict for part in judge(summary, protocol))
+        reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
+        lines.append(
+            f"- **{how[protocol]}** (`{protocol}`): of {counts.total()} parts of the claims {reproduced} are "
+            f"reproduced, {refuted} are not, and {undecided} are undecided for want of runs."
+        )
+    return "\n".join(lines)
 
 
 def verdicts(results: Path) -> str:
@@ -271,7 +281,7 @@ def configurations(results: Path) -> str:
         if not runs:
             continue
         means = {name: sum(_scores(run)[name].accuracy for run in runs) / len(runs) for name in CONFIGURATIONS}
-        about = [setting.task.replace("cnn", "CNN").replace("rnn", "RNN"), f"{100 * setting.fraction:g} %"]
+        about = [kind(setting.task), f"{100 * setting.fraction:g} %"]
         about += [str(setting.batch_size), f"`{setting.protocol}`", str(len(runs)), f"`{chosen(runs)}`"]
         spreads = [number(_spread(means, slice(2, 4))), number(_spread(means, slice(2)))]
         rows.append([*about, *(number(means[f"{pair}FF"]) for pair in PAIRS), *spreads])
@@ -380,7 +390,7 @@ def resnet50(results: Path) -> str:
     legend = (
         "Images have 224 pixels. The time with BatchNorm is in milliseconds, the other columns are multiples of it. "
         '*Fused* is the grouped form with `activation="relu"`: ReLU and shortcut are in the same pass as the '
-        "normalization."
+        "normalization. Empty cells were not measured."
     )
     legend = " ".join([legend, *(text for mode, text in MODES_EXPLAINED.items() if any(at[3] == mode for at in steps))])
     made = [origin.read_text(encoding="utf-8").strip()] if origin.exists() else []
@@ -459,9 +469,12 @@ def shift_gains(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "box": box,
+    "gain": lambda results: _gain(_digits(results)),
+    "cost": _cost,
     "digits": lambda results: by_size(_digits(results)),
     "digits_standings": lambda results: standings(_digits(results)),
     "resnet": resnet,
+    "claims": claims,
     "verdicts": verdicts,
     "undecided": undecided,
     "grid": grid,

@@ -8,7 +8,7 @@ import numpy as np
 from bln.experiments.report.summary import CONFIGURATIONS, CURVES
 
 AUTHORS = json.loads((files("bln.experiments") / "authors.json").read_text("utf-8"))["runs"]
-RESNET = ("bln", "bln-shared", "bln-shared-no-scale", "bn", "gn", "ln", "batchrenorm")
+RESNET = ("bln", "bln-pooled", "bn", "gn", "ln", "batchrenorm")
 
 
 ORIGIN = {

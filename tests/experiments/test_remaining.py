@@ -1,5 +1,7 @@
 """The time left, where runs take steps of different number and length."""
 
+from itertools import pairwise
+
 import pytest
 
 from bln.experiments.remaining import Forecast, TimeLeft
@@ -69,6 +71,19 @@ def test_a_forecast_is_believed_until_some_of_the_work_is_done_and_then_the_pace
     assert left.seconds() == pytest.approx(30)
     left.update(4)
     assert left.seconds() == 0
+
+
+def test_a_wrong_forecast_gives_way_to_the_pace_without_a_jump():
+    """The machine is ten times slower than the forecast says."""
+    now, told = 0.0, []
+    left = Forecast([100.0], 100.0, lambda: now)
+    for step in range(1, 100):
+        now = 10.0 * step
+        left.update(step / 100)
+        told.append(left.seconds())
+    assert max(after - before for before, after in pairwise(told)) < 60
+    assert told[-1] == pytest.approx(10)
+    assert told[30] == pytest.approx(1000 - 310)
 
 
 def test_without_a_forecast_nothing_is_said_before_some_work_is_done():

@@ -200,9 +200,9 @@ def test_parts_of_a_summary_make_a_page(rng, tmp_path, attempt):
 def test_what_was_not_run_is_said(rng):
     runs = [one for one in world(rng, seeds=3) if one["task"] == "cnn" and one["norm"] != "bn"]
     page, _ = shown(runs)
-    assert "CNN on CIFAR-10, 20 % of the data, batch 25, protocol paper: BN not run" in page.text
-    assert "RNN on IMDB, 20 % of the data, batch 1, protocol paper: BLN, BN, LN not run" in page.text
-    assert "100 % of the data, batch 25, protocol paper: BN" not in page.text  # the paper did not either
+    assert "CNN on CIFAR-10, 20 % of the data, batch 25, protocol paper: BatchNorm not run" in page.text
+    assert "RNN on IMDB, 20 % of the data, batch 1, protocol paper: BLN, BatchNorm, LayerNorm not run" in page.text
+    assert "100 % of the data, batch 25, protocol paper: BatchNorm" not in page.text  # the paper did not either
 
 
 def test_no_runs_make_a_page_too(tmp_path):
@@ -223,7 +223,7 @@ def test_diverged_runs_are_shown_as_such(rng):
     assert "3 diverged" in page.text
     assert "3 of 3 with a run that diverged" in page.text
     [figure] = [figure for figure in page.figures if figure["id"].endswith("batch-1")]
-    assert "BN has no finished run" in figure["aria-label"]
+    assert "BatchNorm has no finished run" in figure["aria-label"]
 
 
 def test_one_seed_has_no_intervals_and_says_so(rng):

@@ -45,11 +45,10 @@ def test_the_verdict_follows_from_the_accuracies(tmp_path, ours, word, verdicts)
     assert [each.rival for each in found] == ["gn", "bn"]
     assert [each.verdict for each in found] == verdicts
     assert sizes.verdict(found) == word
-    first, second = sizes.sentences(results)
-    mean = 100 * (ours[0] if isinstance(ours, tuple) else ours)
-    assert f"at batch 1 BLN grouped {mean:.1f} %, BatchNorm 50.0 % and GroupNorm 70.0 %" in first
-    claim = "BLN grouped is ahead of or level with the best of BatchNorm and GroupNorm at every batch size. It is "
-    assert second.startswith({"holds": "Here ", "does not hold": "Not so here: "}[word] + claim)
+    said, clauses = sizes.conclusion(results)
+    claim = "BLN grouped is ahead of or level with the best of BatchNorm and GroupNorm at every batch size."
+    assert said == {"holds": "Here ", "does not hold": "Not so here: "}[word] + claim
+    assert [clause.split()[0] for clause in clauses] == verdicts
 
 
 def test_what_is_undecided_says_how_many_seeds_would_decide(tmp_path):
@@ -59,7 +58,7 @@ def test_what_is_undecided_says_how_many_seeds_would_decide(tmp_path):
     assert [each.verdict for each in found] == ["undecided"] * 2
     assert sizes.verdict(found) == "undecided"
     assert needed > 5
-    assert f"about {needed} seeds would decide" in sizes.sentences(results)[1]
+    assert f"about {needed} seeds would decide" in sizes.conclusion(results)[1][0]
     one = table(tmp_path / "runs.jsonl", {"gn": 0.7, "bln-grouped": 0.9}, seeds=1)
     assert {each.verdict for each in sizes.standings(one)} == {"undecided"}
 
@@ -99,7 +98,7 @@ def test_the_learning_rate_is_chosen_on_validation_data_and_said(tmp_path):
     assert "12.5" in page  # MiB
 
 
-def test_the_page_and_the_terminal_begin_and_end_with_the_same_sentences(tmp_path, capsys):
+def test_the_page_begins_and_the_terminal_ends_with_what_the_runs_say(tmp_path, capsys):
     levels = {norm: 0.6 + 0.01 * at for at, norm in enumerate(NORMS)}
     results = table(tmp_path / "runs.jsonl", levels)
     with pytest.raises(SystemExit) as ended:
@@ -107,12 +106,12 @@ def test_the_page_and_the_terminal_begin_and_end_with_the_same_sentences(tmp_pat
     assert ended.value.code == 0
     page = (tmp_path / "report.html").read_text()
     said = " ".join(capsys.readouterr().out.split())
-    for sentence in sizes.sentences(results):
-        assert page.index(together(sentence)) < page.index("What is compared")
-        assert sentence in said
-    for explained in ("BatchNorm (BN)</b> normalizes", "E_B and Std_B, mean and deviation over the batch"):
+    sentence, clauses = sizes.conclusion(results)
+    for text in (sentence, *clauses):
+        assert page.index(together(text)) < page.index("<svg")
+        assert said.index(text) > said.index("Mean over seeds")
+    for explained in ("BatchNorm</b> normalizes", "E_B and Std_B, mean and deviation over the batch"):
         assert explained in page
-    assert page.index("E_B and Std_B, mean and deviation") < page.index("<svg")
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == {
         "resnet20-accuracy", "resnet20-differences", "resnet20-groups"
     }  # fmt: skip

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from bln.experiments import report
-from bln.experiments.report.summary import CONFIGURATIONS, Score, Setting, authors, read
+from bln.experiments.report.summary import CONFIGURATIONS, Score, Setting, authors, collect, read
 from report_runs import run, summary
 
 
@@ -23,6 +23,18 @@ def test_what_is_read_is_what_was_written(rng):
     assert math.isnan(found.test_configurations["TFTF"].loss)
     assert found.validation_configurations["FTFF"] == Score(*raw["configurations"]["validation"]["FTFF"])
     assert set(found.test_configurations) == set(CONFIGURATIONS)
+
+
+def test_norms_of_old_runs_are_called_as_today_and_those_made_no_more_are_left_out():
+    row = {
+        "task": "resnet",
+        "versions": {"bln": "0.1.0", "torch": "2.13"},
+        "commit": "c",
+        "started": "s",
+        "device": "d",
+    }
+    rows = [row | {"norm": norm} for norm in ("bn", "bln-shared", "bln-shared-no-scale")]
+    assert [each["norm"] for each in collect(rows)["runs"]] == ["bn", "bln-pooled"]
 
 
 def broken(change):

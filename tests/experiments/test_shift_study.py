@@ -210,7 +210,7 @@ def test_the_command_runs_and_reports_again(cifar, tmp_path, monkeypatch, capsys
     arguments = ["reproduce", "shift", "--out", out, "--images", "10", "--severities", "3", "--data-dir", str(tmp_path)]
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
-    assert "GN: clean" in capsys.readouterr().out
+    assert "GroupNorm: clean" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
         main(["report", out])
     with pytest.raises(SystemExit, match="2"):

@@ -14,7 +14,8 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from .. import __version__
@@ -382,8 +383,9 @@ class _Left(ProgressColumn):
 @contextmanager
 def _bar(left: TimeLeft | Forecast, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
     counted = TextColumn("{task.completed:.1f}/{task.total} " + what)
-    columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeElapsedColumn(), _Left(left))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    named = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    columns = (named, BarColumn(bar_width=16), counted, _Left(left))  # in 80 columns
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as progress:
         bar = progress.add_task("", total=total)
 
         def tell(done: float, text: str) -> None:

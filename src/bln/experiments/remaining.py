@@ -11,6 +11,10 @@ _SEEN = 0.05
 """The share of a run after which its speed says something; before that it is mostly loading data."""
 
 
+_TRUSTED = 0.2
+"""The share of the work after which the pace alone is believed."""
+
+
 class TimeLeft:
     """An estimate of the time left, from what runs of each task and batch size took.
 
@@ -69,9 +73,11 @@ class TimeLeft:
 class Forecast:
     """An estimate of the time left where parts end in any order, several at a time: by the share of the work done.
 
+    What is told passes from the forecast to the pace so far without a jump, as the first of the work is done.
+
     Args:
         amounts: The work in each part, in the order in which they begin; 0 if it was done before.
-        seconds: A forecast of the whole, which is believed until some work is done.
+        seconds: A forecast of the whole.
         clock: Returns seconds.
     """
 
@@ -93,7 +99,9 @@ class Forecast:
     def seconds(self) -> float | None:
         """Return the time left, or ``None`` while it is not known."""
         now = self._clock()
-        if self._share < _SEEN:
-            return None if self._forecast is None else max(0.0, self._forecast - (now - self._start))
-        left = (self._at - self._start) * (1 - self._share) / self._share
-        return max(0.0, left - (now - self._at))
+        forecast = None if self._forecast is None else max(0.0, self._forecast - (now - self._start))
+        if self._share < (_SEEN if forecast is None else 1e-3):
+            return forecast
+        pace = max(0.0, (self._at - self._start) * (1 - self._share) / self._share - (now - self._at))
+        trust = 1.0 if forecast is None else min(1.0, self._share / _TRUSTED)
+        return trust * pace + (1 - trust) * (forecast or 0.0)

@@ -226,8 +226,7 @@ def differences(name: str, caption: str, summary: Summary, settings: Sequence[Se
         return None
     several = len({setting.fraction for setting, _ in rows}) > 1
     labels = [
-        f"BLN {_MINUS} {look(rival).name}, batch {setting.batch_size}"
-        + (f", {100 * setting.fraction:g} %" if several else "")
+        f"{look(rival).name}, batch {setting.batch_size}" + (f", {100 * setting.fraction:g} %" if several else "")
         for setting, rival in rows
     ]
     with styled():
@@ -254,7 +253,7 @@ def differences(name: str, caption: str, summary: Summary, settings: Sequence[Se
             axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
             side = "BLN better \N{RIGHTWARDS ARROW}" if measure.better > 0 else "\N{LEFTWARDS ARROW} BLN better"
             axes.set_xlabel(side, color=FAINT)
-    alt = f"Paired differences in four panels, one for each measure: {'; '.join(labels)}. The table holds the figures."
+    alt = f"BLN minus other norms, a panel for each measure: {'; '.join(labels)}. The table holds the figures."
     return Plot(name, caption, alt, figure)
 
 
@@ -354,7 +353,10 @@ def _size_axis(axes: Axes, sizes: Sequence[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def margins(name: str, caption: str, norm: str, found: Mapping[int, tuple[str, Estimate]], margin: float) -> Plot:
+def margins(
+    name: str, caption: str, norm: str, found: Mapping[int, tuple[str, Estimate]], margin: float,
+    called: str,
+) -> Plot:  # fmt: skip
     """Differences to a rival in test accuracy against batch size, in points; between the dotted lines lies "level"."""
     told = []
     with styled():
@@ -367,12 +369,12 @@ def margins(name: str, caption: str, norm: str, found: Mapping[int, tuple[str, E
             points = estimate.times(100)
             _point(axes, norm, (size, points.mean), yerr=_error(points), markersize=7)
             axes.annotate(
-                look(rival).name, (size, 1), (0, 2), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
-                ha="center", va="bottom", fontsize=8.5, color=INK,
+                look(rival).name, (size, 1), (0, 2), xycoords=axes.get_xaxis_transform(),
+                textcoords="offset points", ha="center", va="bottom", fontsize=8.5, color=INK,
             )  # fmt: skip
             told.append(f"{points.mean:+.1f} against {look(rival).name} at {size}".replace("-", _MINUS))
         _size_axis(axes, sorted(found))
         if len(found) > 1:
             axes.set_xlim(min(found) / 1.4, max(found) * 1.4)
-        axes.set(xlabel="batch size", ylabel=f"{look(norm).name}\nminus the best other, points")
+        axes.set(xlabel="batch size", ylabel=f"{called}\nminus the best other, points")
     return Plot(name, caption, f"Differences in test accuracy, in points: {'; '.join(told)}.", figure)

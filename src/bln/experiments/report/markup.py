@@ -154,7 +154,9 @@ summary { cursor:pointer; font-weight:600; }
 .missing { background:var(--panel); border-left:4px solid var(--soft); padding:.6em 1em; }
 .missing ul { margin:.3em 0; padding-left:1.2em; }
 code { font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace; font-size:.92em; }
-@media (max-width:600px) { main { padding:12px 14px 48px; } h1 { font-size:1.45rem; } h2 { font-size:1.2rem; }
+@media (max-width:600px) { table { font-size:.76rem; } th, td { padding:.3em .35em; }
+  .results td:first-child { white-space:normal; }
+  main { padding:12px 14px 48px; } h1 { font-size:1.45rem; } h2 { font-size:1.2rem; }
   .claims td:first-child { min-width:8em; }
   .overview thead { display:none; } .overview tr, .overview td { display:block; border:0; padding:.15em 0; }
   .overview tr { border-bottom:1px solid var(--line); padding:.6em 0; } }

@@ -66,7 +66,7 @@ def _line(runs: list[Run]) -> Line:
     memory = [run.memory_mib for run in runs if run.memory_mib == run.memory_mib]
     train, test = (figure.plus_minus() if figure.n else "" for figure in figures)
     return Line(
-        setting.task,
+        kind(setting.task),
         setting.protocol,
         f"{100 * setting.fraction:g} %",
         str(setting.batch_size),
@@ -81,6 +81,11 @@ def _line(runs: list[Run]) -> Line:
         f"{median(sum(run.seconds) for run in runs) / 60:.3g}" if seconds else "",
         f"{median(memory):.3g}" if memory else "",
     )
+
+
+def kind(task: str) -> str:
+    """What kind of net a task is about."""
+    return TITLES[task].partition(" on ")[0]
 
 
 def state(runs: list[Run]) -> str:

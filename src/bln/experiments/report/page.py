@@ -71,14 +71,15 @@ def _title(digits_alone: bool) -> str:
 
 def _head(summary: Summary, digits_alone: bool) -> Html:
     states = state(summary.runs) if summary.runs else "none"
-    facts = [f"bln {summary.version}", f"commit {summary.commit}" if summary.commit else "", summary.created]
+    commits = ", ".join(commit[:10] for commit in (summary.commit or "").split(", "))
+    facts = [f"bln {summary.version}", f"commit {commits}" if commits else "", summary.created[:10]]
     facts += [", ".join(summary.machines), f"runs: {states}"]
     heading = tag("h1", _title(digits_alone))
     return join([heading, tag("p", " · ".join(filter(None, facts)), class_="meta"), tag("p", _WORDS, class_="note")])
 
 
 _WORDS = (
-    "BLN: Batch Layer Normalization. BN, LN, GN: BatchNorm, LayerNorm, GroupNorm. A configuration such as TTFF says "
+    "BLN: Batch Layer Normalization. BN, LN: BatchNorm, LayerNorm. A configuration such as TTFF says "
     "which statistics BLN uses in inference: T the population's, kept from training, F the current mini-batch's. The "
     "order is E_B, Std_B (mean and deviation over the mini-batch), E_F, Std_F (mean and deviation over features)."
 )

@@ -48,10 +48,8 @@ WORDS = {
     ),
     "transformer": Words("a small transformer on IMDB", "transformer", "reviews", "token", ""),
 }  # fmt: skip
-NAMES = {
-    "bln": "BLN as published", "bln-grouped": "BLN grouped", "bn": "BatchNorm", "gn": "GroupNorm", "ln": "LayerNorm",
-    "batchrenorm": "Batch Renormalization", "rms": "RMSNorm", "bln-pooled": "BLN pooled",
-}  # fmt: skip
+NAMES = {"bln": "BLN as published"}
+"""Called otherwise than in the report of the paper's experiments, which knows no other form."""
 
 
 def name(norm: str) -> str:
@@ -237,22 +235,13 @@ def claim(results: Results) -> str:
     return f"{name(results.ours)} is ahead of or level with {best} at every batch size"
 
 
-def sentences(results: Results) -> tuple[str, str]:
-    """Write two plain sentences: what came out, and what it says of the claim."""
-    main = [norm for norm in (*FORMS, *RIVALS) if norm in results.norms]
-    parts = []
-    for size in results.sizes:
-        known = [(norm, results.estimate(norm, size)) for norm in main]
-        named = [f"{name(norm)} {100 * each.mean:.1f} %" for norm, each in known if each.n]
-        if named:
-            parts.append(f"at batch {size} {_listed(named)}")
-    first = f"Test accuracy of {results.title}: {'; '.join(parts)}." if parts else "No run has finished yet."
+def conclusion(results: Results) -> tuple[str, list[str]]:
+    """Return one sentence, what the runs say of the claim, and a clause for each batch size."""
     found = standings(results)
     if not found:
-        return first, f"No run decides yet whether {claim(results)}."
+        return f"No run decides yet whether {claim(results)}.", []
     opening = {"holds": "Here ", "does not hold": "Not so here: ", "undecided": "These runs do not decide whether "}
-    details = "; ".join(each.text() for each in found)
-    return first, f"{opening[verdict(found)]}{claim(results)}. It is {details}."
+    return f"{opening[verdict(found)]}{claim(results)}.", [each.text() for each in found]
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -320,14 +309,15 @@ def _page(results: Results, plots: list[Plot]) -> Iterator[Html]:
     title = results.title[0].upper() + results.title[1:]
     yield tag("h1", f"Accuracy against batch size: {title}")
     yield tag("p", _origin(results), class_="meta")
-    for sentence in sentences(results):
-        yield tag("p", tag("b", sentence))
-    yield tag("h2", "What is compared")
-    yield tag("ul", *(tag("li", tag("b", what), text) for what, text in _explained(results)))
+    said, clauses = conclusion(results)
+    yield tag("p", tag("b", said))
+    yield tag("ul", *(tag("li", clause) for clause in clauses))
     yield tag("h2", "Accuracy")
     for plot in pictures(results):
         yield show(plot)
     yield _accuracy_table(results)
+    yield tag("h2", "What is compared")
+    yield tag("ul", *(tag("li", tag("b", what), text) for what, text in _explained(results)))
     if stands:
         yield tag("h2", f"{name(results.ours)} minus the best other norm")
         yield tag("p", claim(results) + ": ", badge(verdict(stands)))
@@ -359,7 +349,7 @@ def pictures(results: Results) -> list[Plot]:
             f"intervals of differences paired by seed. Dotted: ± {100 * MARGIN:g}, within which norms are level."
         )
         pairs = {each.size: (each.rival, each.difference) for each in stands}
-        found.append(figures.margins(f"{prefix}-differences", caption, results.ours, pairs, MARGIN))
+        found.append(figures.margins(f"{prefix}-differences", caption, results.ours, pairs, MARGIN, name(results.ours)))
     grouped = [norm for norm in results.norms if norm.startswith("bln-g")]
     if len(grouped) > 1:
         caption = f"BLN grouped by its number of groups; the recommended form has eight. {seeds}"
@@ -385,16 +375,16 @@ def _explained(results: Results) -> Iterator[tuple[str, str]]:
     place = results.words.position
     texts = {
         "bn": (
-            "BatchNorm (BN)",
+            "BatchNorm",
             " normalizes each feature by its mean and deviation over the mini-batch. For inference it keeps averages, "
             "the population statistics. The fewer samples, the more the two differ.",
         ),
         "gn": (
-            "GroupNorm (GN)",
+            "GroupNorm",
             f" normalizes each sample by itself, over groups of features and all {place}s. It does not know about "
             "mini-batches.",
         ),
-        "ln": ("LayerNorm (LN)", f" normalizes each sample by itself, over all features, {place} by {place}."),
+        "ln": ("LayerNorm", f" normalizes each sample by itself, over all features, {place} by {place}."),
         "rms": ("RMSNorm", f" divides each {place} by the root of the mean square of its features."),
         "batchrenorm": ("Batch Renormalization", " is BatchNorm corrected towards its averages while it trains."),
         "bln-grouped": (
@@ -490,7 +480,7 @@ def recipe(results: Results) -> str:
 
 
 def lines(found: Sequence[Results]) -> Group:
-    """Results in short, for rich to print; the two sentences come last."""
+    """Results in short, for rich to print; what they say comes last."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -504,6 +494,6 @@ def lines(found: Sequence[Results]) -> Group:
             estimates = [results.estimate(norm, size) for size in results.sizes]
             shown.add_row(name(norm), *(each.plus_minus() if each.n else "" for each in estimates))
         parts += [shown, Text("Mean over seeds ± 95 % interval; learning rates chosen on validation.", style="dim")]
-        parts += [Text(f"{what}{text}", style="dim") for what, text in _explained(results)]
-        parts += [Text(""), *(Text(sentence, style="bold") for sentence in sentences(results))]
+        said, clauses = conclusion(results)
+        parts += [Text(f"\n{said}", style="bold"), *(Text(f"- {clause}") for clause in clauses)]
     return Group(*(parts or [Text("No runs yet.")]))

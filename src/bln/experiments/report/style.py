@@ -35,14 +35,11 @@ LOOKS = {
     "bln-g16": Look("BLN, 16 groups", "#de4968", "#ff8fa6", "d"),
     "bln-gC": Look("BLN, a group each", "#b8860b", "#f0c75e", "p"),
     "bln-pooled": Look("BLN pooled", "#56b4e9", "#93d0f5", "v"),
-    # These two are read from results of old, and made no more.
-    "bln-shared": Look("BLN pooled", "#56b4e9", "#93d0f5", "v"),
-    "bln-shared-no-scale": Look("BLN pooled, unscaled", "#2b3a8c", "#a3b0ff", "*"),
-    "bn": Look("BN", "#d55e00", "#f08a3c", "s"),
-    "ln": Look("LN", "#009e73", "#2bc79a", "^"),
-    "gn": Look("GN", "#cc79a7", "#e39bc4", "D"),
-    "batchrenorm": Look("Batch Renorm", "#e69f00", "#f2b733", "P"),
-    "rms": Look("RMS", "#117733", "#4fb870", "<"),
+    "bn": Look("BatchNorm", "#d55e00", "#f08a3c", "s"),
+    "ln": Look("LayerNorm", "#009e73", "#2bc79a", "^"),
+    "gn": Look("GroupNorm", "#cc79a7", "#e39bc4", "D"),
+    "batchrenorm": Look("Batch Renormalization", "#e69f00", "#f2b733", "P"),
+    "rms": Look("RMSNorm", "#117733", "#4fb870", "<"),
     "none": Look("no norm", "#6e6e76", "#a0a0a8", "X"),
 }
 INK, FAINT, GRID = "#1f2328", "#636c76", "#d5d9de"

@@ -16,12 +16,14 @@ FORMAT = 1
 TASKS = ("cnn", "rnn", "resnet", "digits-cnn", "digits-rnn")
 NORMS = (
     "bln-grouped", "bln", "bln-pooled", "bn", "gn", "ln", "rms", "batchrenorm", "bln-g1", "bln-g4", "bln-g16", "bln-gC",
-    "bln-shared", "bln-shared-no-scale",
 )  # fmt: skip
 PROTOCOLS = ("paper", "clean")
 STATUSES = ("finished", "diverged", "running")
 CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
 CONFIGURATIONS = tuple(str(config) for config in StatisticsConfig.all())
+
+_OLD_NAMES = {"bln-shared": "bln-pooled", "bln-shared-no-scale": None}
+"""What norms of old runs are called today; ``None`` where there is no such norm any more."""
 
 _T = TypeVar("_T")
 
@@ -108,7 +110,8 @@ class Summary:
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the runs of the paper's experiments in a table, with where they come from, as :func:`read` takes them."""
-    found = [row for row in rows if row["task"] in TASKS]
+    found = [{**row, "norm": _OLD_NAMES.get(row["norm"], row["norm"])} for row in rows if row["task"] in TASKS]
+    found = [row for row in found if row["norm"]]
 
     def every(values: Iterable[Any]) -> list[str]:
         return sorted({str(value) for value in values if value})

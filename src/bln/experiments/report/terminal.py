@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .claims import CLAIMS, Verdict, judge, overall
 from .overview import HEADINGS, TITLES, lines, missing
-from .summary import Summary
+from .summary import TASKS, Summary
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -23,14 +23,14 @@ def table(summary: Summary) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    table_lines = list(lines(summary))
+    table_lines = [(task, line) for task in TASKS for line in lines(summary, task)]
     parts: list[Table | Text] = [] if table_lines else [Text("No runs yet: `bln reproduce cnn` makes some.")]
-    for heading, own in groupby(table_lines, key=lambda line: (line.task, line.protocol, line.data)):
+    for heading, own in groupby(table_lines, key=lambda item: (item[0], item[1].protocol, item[1].data)):
         task, protocol, data = heading
         results = Table(title=f"{TITLES[task]}, {data} of the data, protocol {protocol}", title_justify="left")
         for name in _SHOWN:
             results.add_column(getattr(HEADINGS, name))
-        for line in own:
+        for _, line in own:
             results.add_row(*(Text(getattr(line, name)) for name in _SHOWN), style="red" * ("diverged" in line.runs))
         parts.append(results)
     if table_lines:

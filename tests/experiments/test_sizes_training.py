@@ -11,20 +11,12 @@ from torch import nn
 from bln.experiments.norms import NORMS, BatchNorm
 from bln.experiments.sizes import training
 from bln.experiments.sizes.tasks import IMAGES, TASKS
-from bln.experiments.sizes.training import Adam, Run, Training, one_cycle
+from bln.experiments.sizes.training import Adam, Run, Training, finish, one_cycle
 
 CPU = torch.device("cpu")
 TINY = Run("digits-resnet", "bn", 4, 0.005, 0, 24, 2)
 ROUNDING = 200 * torch.finfo(torch.float32).eps
 """A few layers, each a sum of some hundred terms, and six steps of Adam."""
-
-
-def finish(work):
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
 
 
 def make(name, features, runs):

@@ -114,7 +114,7 @@ class BatchNorm(nn.Module):
 
     running_mean: Tensor
     running_var: Tensor
-    updates: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(self, features: int, eps: float = 1e-3, momentum: float | None = 0.01) -> None:
         super().__init__()
@@ -122,11 +122,11 @@ class BatchNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
         self.register_buffer("running_mean", torch.zeros(features))
         self.register_buffer("running_var", torch.ones(features))
-        self.register_buffer("updates", torch.zeros(()), persistent=momentum is None)
+        self.register_buffer("num_batches_tracked", torch.zeros(()), persistent=momentum is None)
 
     def reset_statistics(self) -> None:
         """Begin a new plain average."""
-        self.updates.zero_()
+        self.num_batches_tracked.zero_()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize ``x``."""
@@ -152,8 +152,8 @@ class BatchNorm(nn.Module):
 
     @torch.no_grad()
     def _update(self, mean: Tensor, var: Tensor) -> None:
-        self.updates += 1
-        weight = 1 / self.updates if self.momentum is None else self.momentum
+        self.num_batches_tracked += 1
+        weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean, weight)
         self.running_var.lerp_(var, weight)
 

@@ -15,7 +15,6 @@ from ... import formula
 from ..._backends import coefficients
 from ...formula import Moments, Statistics
 from ...layer import BatchLayerNorm
-from .training import standardize
 
 CONFIGURATIONS = {"T": "TTFF", "64": "64 64 F F", "16": "16 16 F F", "4": "4 4 F F", "F": "FFFF"}
 """Batch statistics of the population, shrunk towards it, or of the request; a sample's own feature statistics."""
@@ -36,18 +35,17 @@ def arrange(labels: Tensor, arrangement: str, seed: int) -> Tensor:
 
 @torch.no_grad()
 def accuracies(
-    net: nn.Module, images: Tensor, labels: Tensor, sizes: Sequence[int], configurations: Mapping[str, str]
+    net: nn.Module, inputs: Tensor, labels: Tensor, sizes: Sequence[int], configurations: Mapping[str, str]
 ) -> dict[str, list[float]]:
     """The accuracy in each configuration at each request size; one number where requests do not matter.
 
     Args:
         net: In ``eval()``; it is left as it was. Without BLN layers it has one accuracy, named ``net``.
-        images: In uint8, in the order of arrival. Each request takes the next ones; the last may be smaller.
+        inputs: In the order of arrival. Each request takes the next ones; the last may be smaller.
         labels: Theirs.
         sizes: Images in a request.
         configurations: By the name under which they are returned.
     """
-    inputs = standardize(images)
     layers = bln.layers(net)
     if not layers:
         return {"net": [_share(torch.cat([net(part) for part in torch.split(inputs, _TOGETHER)]), labels)]}

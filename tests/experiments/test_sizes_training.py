@@ -31,10 +31,10 @@ def norm_pairs(name, features=8, runs=3, epochs=2):
         [make(name, features, 1) for _ in range(runs)],
     )
     with torch.no_grad():
-        for key, parameter in whole.named_parameters():
+        for parameter, *own in zip(whole.parameters(), *(layer.parameters() for layer in alone), strict=True):
             parameter.copy_(torch.randn_like(parameter))
-            for layer, own in zip(alone, parameter.chunk(runs), strict=True):
-                layer.get_parameter(key).copy_(own)
+            for mine, theirs in zip(own, parameter.chunk(runs), strict=True):
+                mine.copy_(theirs)
     for training_mode in (True, True, False):
         x = torch.randn(4, runs * features, 5, 5) * torch.rand(runs * features, 1, 1) * 3 + 1
         whole.train(training_mode)

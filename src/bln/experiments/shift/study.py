@@ -132,8 +132,7 @@ def ask(run: Run, questions: Questions, out: Path, data_dir: Path, tick: Tick = 
     def arranged(condition: Condition) -> tuple[Tensor, Tensor]:
         part = images(condition, questions, run, cifar)
         order = arrange(part.targets, condition.arrangement, run.seed)
-        inputs = prepare(part.inputs[order, None])
-        return inputs.contiguous(memory_format=torch.channels_last), part.targets[order]
+        return prepare(part.inputs[order, None]), part.targets[order]
 
     path = out / "answers" / f"{run.name}.json"
     asked = {"configurations": CONFIGURATIONS, "images": questions.images, "sizes": list(questions.sizes)}
@@ -187,7 +186,7 @@ def train(
         runs.write_tensors(path, found)
     net = TASKS["shift"].net(run.norm, 1)
     net.load_state_dict(found["net"])
-    return net.to(memory_format=torch.channels_last).eval(), found["row"]  # type: ignore[call-overload]
+    return net.eval(), found["row"]
 
 
 def with_bln(net: nn.Module) -> nn.Module:

@@ -8,11 +8,10 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import data
-from ..augment import Crops, cut
+from ..augment import Pictures
 from ..data import DataSet
 from ..tasks import cifar10
 from ..tasks import imdb as every_review
@@ -38,28 +37,6 @@ def imdb(folder: Path) -> DataSet:
     found = every_review(folder)
     part = torch.randperm(len(found.test), generator=torch.Generator().manual_seed(0))[:TESTED]
     return found._replace(test=found.test[part], test_labels=found.test_labels[part])
-
-
-class Pictures:
-    """Images standardized over the training set; in training they are cropped and, if ``mirror``, mirrored."""
-
-    def __init__(self, images: Tensor, pad: int, mirror: bool) -> None:
-        self.pad, self.mirror = pad, mirror
-        self.height, self.width = images.shape[2:]
-        self.padded = F.pad(images, [pad] * 4)
-        self.deviation, self.mean = torch.std_mean(images.float(), (0, 2, 3), keepdim=True, correction=0)
-
-    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Draw how ``count`` images are varied in an epoch: tensors with a value for each."""
-        return Crops.draw(count, self.pad, self.mirror, generator)
-
-    def varied(self, rows: Tensor, drawn: tuple[Tensor, ...]) -> Tensor:
-        """Return crops of these rows ``(N, runs)`` of the training images, as the net takes them."""
-        return self.plain(cut(self.padded, rows, Crops(*drawn), self.height, self.width))
-
-    def plain(self, samples: Tensor) -> Tensor:
-        """Return images ``(N, runs, C, H, W)`` as the net takes them: ``(N, runs * C, H, W)``."""
-        return ((samples.float() - self.mean) / self.deviation).flatten(1, 2)
 
 
 class Reviews:

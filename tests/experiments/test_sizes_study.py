@@ -11,7 +11,7 @@ import torch
 from bln.cli import main
 from bln.experiments import data, table
 from bln.experiments.sizes import nets, study, tasks, training
-from bln.experiments.sizes.study import Budget, Cell
+from bln.experiments.sizes.study import Budget, Cell, Place
 from bln.experiments.sizes.training import finish
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_more_seeds_are_added_to_what_is_there(whole, tmp_path, monkeypatch):
 def test_side_by_side_the_numbers_are_the_same(whole, tmp_path):
     kept, cells = [], [CELL, replace(CELL, norm="bn")]
     more = {"lanes": 2, "budget": Budget(None)}
-    study._in_lanes(cells, {}, tmp_path, Path(), CPU, kept.extend, lambda done, text: None, **more)
+    study._in_lanes(cells, {}, Place(tmp_path, Path(), CPU), kept.extend, lambda done, text: None, **more)
     assert numbers(row for row in kept if row["norm"] == "gn") == numbers(whole)
     assert len(kept) == 2 * len(whole)
 
@@ -121,7 +121,7 @@ def test_a_run_that_diverged_does_not_spoil_its_companions(tmp_path, monkeypatch
             return found
 
     monkeypatch.setattr(study, "Training", Spoiled)
-    rows = finish(study._train(CELL.runs([0.01], range(3)), "name", tmp_path, Path(), CPU))
+    rows = finish(study._train(CELL.runs([0.01], range(3)), "name", Place(tmp_path, Path(), CPU)))
     assert asked == [3, 2]
     assert [row["status"] for row in rows] == ["finished", "diverged", "finished"]
     assert [row["together"] for row in rows] == [2, 3, 2]

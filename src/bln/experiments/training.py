@@ -42,35 +42,35 @@ def train_together(
     On a GPU each works on a stream of its own, and their small kernels run side by side. Runs share nothing: one that
     cannot go on, or stands at another epoch, does not matter to the others, and the numbers are those of a run alone.
     """
-    lives = {each: _life(each, out, data_dir, device) for each in group}
-    alone = len(lives) == 1 and device.type == "cpu"
-    lanes = {each: nullcontext if alone else lane(device) for each in lives}
+    works = {each: _work(each, out, data_dir, device) for each in group}
+    alone = len(works) == 1 and device.type == "cpu"
+    lanes = {each: nullcontext if alone else lane(device) for each in works}
     done = dict.fromkeys(group, 0.0)
     ended: dict[Settings, str | RunError] = {}
     told = -math.inf
     try:
-        while lives:
-            for each, life in list(lives.items()):
+        while works:
+            for each, work in list(works.items()):
                 try:
                     with lanes[each]():
-                        done[each] = next(life)
+                        done[each] = next(work)
                     continue
                 except StopIteration as end:
                     ended[each] = end.value
                 except RunError as error:
                     ended[each] = error
-                del lives[each]
+                del works[each]
                 done[each] = 1.0
             if time.monotonic() - told > 0.2:
                 tick(sum(done.values()) / len(done))
                 told = time.monotonic()
     finally:
-        for life in lives.values():
-            life.close()
+        for work in works.values():
+            work.close()
     return [ended[each] for each in group]
 
 
-def _life(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Work:
+def _work(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Work:
     folder = RunFolder(out, settings)
     with folder.locked():
         folder.prepare(device)

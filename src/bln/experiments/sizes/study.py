@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -138,6 +139,14 @@ def best_rate(rows: Sequence[Row]) -> float:
 # ---- the work
 
 
+class Place(NamedTuple):
+    """Where work is done: the folder of results, the one of data sets, and the device."""
+
+    out: Path
+    folder: Path
+    device: torch.device
+
+
 def study(
     cells: Sequence[Cell],
     out: Path,
@@ -151,12 +160,12 @@ def study(
     """Bring the cells to their end, those that ``minutes`` allow, and return the table.
 
     On a GPU several cells train side by side in this process, elsewhere in processes of their own. What is cut off goes
-    on from its last whole epoch; processes end the cell they are at.
+    on from its last checkpoint; processes end the cell they are at.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     budget = Budget(minutes)
-    path = out / table.NAME
+    place, path = Place(out, folder, device), out / table.NAME
     with locked(out / "lock"):
         known = {key(row): row for row in table.read(path)}
 
@@ -167,9 +176,9 @@ def study(
 
         if workers == 1 or device.type == "cuda":
             lanes = LANES if device.type == "cuda" else 1
-            _in_lanes(cells, known, out, folder, device, keep, progress, lanes=lanes, budget=budget)
+            _in_lanes(cells, known, place, keep, progress, lanes=lanes, budget=budget)
         else:
-            jobs = ((cell, known, out, folder, device) for cell in cells if budget.left() > 0)
+            jobs = ((cell, known, place) for cell in cells if budget.left() > 0)
             for number, rows in enumerate(side_by_side(_alone, jobs, workers), 1):
                 keep(rows)
                 progress(number, f"{workers} at a time")
@@ -187,19 +196,17 @@ def steps_left(cells: Sequence[Cell], out: Path) -> list[float]:
     return [_steps(cell, known) for cell in cells]
 
 
-def _alone(cell: Cell, known: dict[Run, Row], out: Path, folder: Path, device: torch.device) -> list[Row]:
+def _alone(cell: Cell, known: dict[Run, Row], place: Place) -> list[Row]:
     found: list[Row] = []
-    training.finish(_work(cell, known, out, folder, device, found.extend))
+    training.finish(_work(cell, known, place, found.extend))
     return found
 
 
-def _work(
-    cell: Cell, known: dict[Run, Row], out: Path, folder: Path, device: torch.device, keep: Keep
-) -> training.Work:
+def _work(cell: Cell, known: dict[Run, Row], place: Place, keep: Keep) -> training.Work:
     """Try the learning rates, then train what is left of the seeds with the best."""
     found = {run: known[run] for run in cell.tried if run in known}
     tried = [run for run in cell.tried if run not in known]
-    rows = yield from _train(tried, cell.name + "-tried", out, folder, device)
+    rows = yield from _train(tried, cell.name + "-tried", place)
     found.update(zip(tried, rows, strict=True))
     rate = best_rate(list(found.values()))
     for row in rows:
@@ -207,27 +214,25 @@ def _work(
             row["test"] = None  # the test set is for the learning rate that was chosen
     keep(rows)
     rest = [run for run in cell.runs([rate], range(cell.seeds)) if run not in known and run not in found]
-    keep((yield from _train(rest, cell.name, out, folder, device)))
+    keep((yield from _train(rest, cell.name, place)))
 
 
-def _train(group: Sequence[Run], name: str, out: Path, folder: Path, device: torch.device) -> training.Work:
+def _train(group: Sequence[Run], name: str, place: Place) -> training.Work:
     """Train these runs, as one net where their task can, and return their lines."""
+    rows: list[Row] = []
     if len(group) > 1 and not TASKS[group[0].task].together:
-        each = []
         for run in group:
-            each += yield from _train([run], f"{name}-{run.learning_rate:g}-seed{run.seed}", out, folder, device)
-        return each
-    if not group:
-        return []
-    checkpoint = out / "checkpoints" / f"{name}-{len(group)}.pt"
-    found = yield from Training(group, folder, device).run(checkpoint)
-    finished = [at for at, each in enumerate(found) if each["status"] == "finished"]
-    more = {"together": len(group), **runs.origin(device)}
-    rows = [{**asdict(run), **each, **more} for run, each in zip(group, found, strict=True)]
-    if 0 < len(finished) < len(group):  # BLN keeps no statistics of a mini-batch in which one run is not finite
-        again = yield from _train([group[at] for at in finished], name, out, folder, device)
-        for at, row in zip(finished, again, strict=True):
-            rows[at] = row
+            rows += yield from _train([run], f"{name}-{run.learning_rate:g}-seed{run.seed}", place)
+    elif group:
+        checkpoint = place.out / "checkpoints" / f"{name}-{len(group)}.pt"
+        found = yield from Training(group, place.folder, place.device).run(checkpoint)
+        more = {"together": len(group), **runs.origin(place.device)}
+        rows = [{**asdict(run), **each, **more} for run, each in zip(group, found, strict=True)]
+        finished = [at for at, row in enumerate(rows) if row["status"] == "finished"]
+        if 0 < len(finished) < len(group):  # BLN keeps no statistics of a mini-batch in which one run is not finite
+            again = yield from _train([group[at] for at in finished], name, place)
+            for at, row in zip(finished, again, strict=True):
+                rows[at] = row
     return rows
 
 
@@ -272,9 +277,7 @@ class _Lane:
 def _in_lanes(
     cells: Sequence[Cell],
     known: dict[Run, Row],
-    out: Path,
-    folder: Path,
-    device: torch.device,
+    place: Place,
     keep: Keep,
     progress: Progress,
     *,
@@ -288,8 +291,8 @@ def _in_lanes(
     try:
         while budget.left() > 0:
             while len(active) < lanes and (cell := next(filter(lambda c: budget.admits(waiting[c]), waiting), None)):
-                work = _work(cell, known, out, folder, device, keep)
-                active.append(_Lane(cell, work, lane(device), waiting.pop(cell), time.monotonic()))
+                work = _work(cell, known, place, keep)
+                active.append(_Lane(cell, work, lane(place.device), waiting.pop(cell), time.monotonic()))
             if not active:
                 return
             for each in list(active):

@@ -104,7 +104,10 @@ def _download(archive: Archive, url: str, part: Path) -> None:
                 _fetch(archive, url, part)
             return
         except (ConnectionError, TimeoutError, http.client.HTTPException, urllib.error.URLError) as error:
-            refused = isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429
+            refused = False
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+                refused = error.code < 500 and error.code != 429
             if refused or wait is None:
                 raise DataError(
                     f"cannot download {url}: {error}; {_size(part):,} of {archive.size:,} bytes have come and are "

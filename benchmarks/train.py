@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, count
 from pathlib import Path
@@ -26,7 +26,7 @@ from bln._backends import operators
 from bln.experiments.lstm import LSTM
 from bln.experiments.models import Words
 from bln.experiments.norms import NORMS, Norm
-from bln.experiments.steps import Steps, lane, steps
+from bln.experiments.steps import Steps, lane
 from bln.experiments.tasks import TASKS, Part
 
 EPOCH = {"cnn": 9_000, "rnn": 4_000}
@@ -103,7 +103,10 @@ def stepper(task: str, model: nn.Module, size: int, device: torch.device) -> Cal
             TASKS[task].loss(model(x), y).backward()
             optimizer.step()
 
-        walk = (Steps if plain else steps)(step, part, size)
+        def eagerly() -> Iterator[object]:
+            return (step(*batch) for batch in part.batches(size))
+
+        walk: Callable[[], Iterator[object]] = eagerly if plain else Steps(step, part, size)
 
     turns = chain.from_iterable(walk() for _ in count())
 

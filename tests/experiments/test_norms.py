@@ -12,15 +12,13 @@ from bln.experiments import models
 from bln.experiments.lstm import LSTM, _Recurrence
 from bln.experiments.norms import NORMS, BatchNorm, BatchRenorm, norm
 
-SHAPES = {"lenet": (3, 32, 32), "resnet": (3, 32, 32), "digits_cnn": (1, 8, 8), "digits_rnn": (1, 8, 8)}
-
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("net", ["digits_cnn", "digits_rnn", "resnet"])
+@pytest.mark.parametrize("net", ["digits_cnn", "digits_rnn"])
 def test_every_normalizer_trains_every_net_at_every_batch_size(name, size, net):
     model = getattr(models, net)(NORMS[name])
-    x, y = torch.randn(size, *SHAPES[net]), torch.randint(10, (size,))
+    x, y = torch.randn(size, 1, 8, 8), torch.randint(10, (size,))
     before = [p.clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

@@ -13,9 +13,8 @@ import bln
 from bln._install import install
 from bln.cli import _spread, main
 from bln.experiments import demo, table
-from bln.experiments.reproduce import estimate, plan, reproduce, rows
-from bln.experiments.runs import RunFolder, Settings
-from bln.experiments.sizes.study import Estimate
+from bln.experiments.reproduce import estimate, plan, reproduce, rows, work_left
+from bln.experiments.runs import Estimate, RunFolder, Settings
 
 CPU = torch.device("cpu")
 FEW = [replace(TINY, norm=norm, seed=seed, epochs=2) for norm in ("bln", "ln") for seed in (0, 1)]
@@ -93,8 +92,10 @@ def test_the_table_holds_every_run(one_by_one, tmp_path):
 
 
 def test_what_is_left_is_estimated_from_a_few_steps(one_by_one, tmp_path):
-    assert estimate(FEW, one_by_one, Path(), CPU).startswith("0 runs, about 0 s and 0 GiB")
-    said = estimate(FEW, tmp_path, Path(), CPU)
+    assert estimate(FEW, one_by_one, Path(), CPU).text().startswith("0 runs, about 0 s and 0 GiB")
+    assert work_left(FEW, one_by_one) == [0, 0, 0, 0]
+    assert all(steps > 0 for steps in work_left(FEW, tmp_path))
+    said = estimate(FEW, tmp_path, Path(), CPU).text()
     assert said.startswith(f"{len(FEW)} runs, about ")
     assert "0 GiB" not in said
     assert not list(tmp_path.iterdir())
@@ -157,8 +158,8 @@ class TestCommandLine:
 
         monkeypatch.setattr("bln.experiments.reproduce.reproduce", interrupted)
         monkeypatch.setattr("bln.experiments.sizes.study.study", interrupted)
-        monkeypatch.setattr("bln.experiments.reproduce.estimate", lambda *_: "")
-        monkeypatch.setattr("bln.experiments.sizes.study.estimate", lambda *_: Estimate(1.0, 1, 1, 1))
+        for place in ("reproduce", "sizes.study"):
+            monkeypatch.setattr(f"bln.experiments.{place}.estimate", lambda *_: Estimate(1.0, 1, 1, "a run"))
         for command in ("demo", "reproduce cnn"):
             with pytest.raises(SystemExit) as ended:
                 main([*command.split(), "--out", str(tmp_path)])
@@ -206,5 +207,5 @@ def test_a_ray_cluster_that_does_not_answer_is_an_error_at_once(tmp_path, addres
 
 @pytest.mark.parametrize("address", ["cluster", "cluster:", ":6379", "cluster:port"])
 def test_what_is_no_address_of_a_ray_cluster_is_refused(tmp_path, address):
-    with pytest.raises(ValueError, match=f"host:port.*got '{address}'"):
+    with pytest.raises(ValueError, match=f"no Ray cluster at '{address}'.*host:port"):
         reproduce([TINY], tmp_path, Path(), device=torch.device("cpu"), backend="ray", address=address)

@@ -1,5 +1,7 @@
 """The study of shifted data, on images of noise: answers by request, resuming, the report."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_runs import fake_cifar
@@ -9,12 +11,14 @@ from bln.cli import main
 from bln.experiments import table
 from bln.experiments.report import shift as report
 from bln.experiments.runs import RunError
-from bln.experiments.shift import choice, corruptions, study, training
+from bln.experiments.shift import choice, corruptions, study
 from bln.experiments.shift.evaluation import CONFIGURATIONS, accuracies, answers, arrange
 from bln.experiments.shift.study import Questions, conditions
+from bln.experiments.sizes import tasks, training
+from bln.experiments.sizes.training import Run
 
 QUESTIONS = Questions(images=10, severities=(3,), sizes=(1, 4))
-RECIPES = [training.Recipe(name, seed, samples=40, epochs=2, batch_size=8) for seed in (0, 1) for name in ("bn", "gn")]
+NETS = [Run("shift", name, 8, 0.003, seed, samples=40, epochs=2) for seed in (0, 1) for name in ("bn", "gn")]
 
 
 @pytest.fixture
@@ -22,23 +26,25 @@ def cifar(monkeypatch):
     """Sixty images of noise, ten of them held out, and fewer corruptions."""
     torch.manual_seed(0)
     found = fake_cifar()
-    monkeypatch.setattr(training, "HELD_OUT", 10)
-    monkeypatch.setattr(study, "_cifar10", lambda folder: found)
+    small = replace(tasks.TASKS["shift"], load=lambda folder: found, validation=10)
+    monkeypatch.setitem(tasks.TASKS, "shift", small)
+    tasks.load.cache_clear()
     monkeypatch.setattr(corruptions, "TEST", ("fog", "contrast"))
     monkeypatch.setattr(corruptions, "VALIDATION", ("saturate",))
-    return found
+    yield found
+    tasks.load.cache_clear()
 
 
 @pytest.fixture
 def asked(cifar, tmp_path):
     """The folder of a finished study."""
-    study.study(RECIPES, QUESTIONS, tmp_path, tmp_path)
+    study.study(NETS, QUESTIONS, tmp_path, tmp_path)
     return tmp_path
 
 
 def a_net(name="bln-grouped"):
     torch.manual_seed(1)
-    net = training.build(name)
+    net = tasks.TASKS["shift"].net(name, 1)
     net(torch.randn(16, 3, 32, 32))
     return net.eval()
 
@@ -55,11 +61,10 @@ def test_answers_equal_those_of_a_loop_over_requests(config, size):
 
 def test_accuracies_equal_those_of_a_loop_and_leave_the_net_as_it_was():
     net = a_net()
-    images, labels = torch.randint(256, (12, 3, 32, 32), dtype=torch.uint8), torch.arange(12) % 3
-    found = accuracies(net, images, labels, (1, 4), CONFIGURATIONS)
+    inputs, labels = torch.randn(12, 3, 32, 32), torch.arange(12) % 3
+    found = accuracies(net, inputs, labels, (1, 4), CONFIGURATIONS)
     assert {str(layer.config) for layer in bln.layers(net).values()} == {"TTFF"}
     assert {name: len(values) for name, values in found.items()} == {"T": 1, "64": 2, "16": 2, "4": 2, "F": 2}
-    inputs = training.standardize(images)
     for name, config in CONFIGURATIONS.items():
         bln.configure(net, config)
         with torch.no_grad():
@@ -92,11 +97,12 @@ def test_sorted_requests_are_sorted_and_shuffled_ones_are_all_there():
 
 def test_results_hold_an_answer_for_every_net_and_condition(asked):
     rows = table.read(asked / table.NAME)
-    assert {(row["norm"], row["seed"]) for row in rows} == {(recipe.norm, recipe.seed) for recipe in RECIPES}
+    assert [(row["norm"], row["seed"]) for row in rows] == [(run.norm, run.seed) for run in NETS]
     for row in rows:
         assert (row["samples"], row["epochs"], row["batch_size"], row["learning_rate"]) == (40, 2, 8, 0.003)
         assert row["questions"] == {"images": 10, "severities": [3], "sizes": [1, 4]}
         assert row["hours"] > 0
+        assert len(row["curves"]["train_loss"]) == 2
         assert row["versions"]["torch"] == torch.__version__
         assert len(row["answers"]) == len(conditions(QUESTIONS, row["norm"] == "bn"))
         for answer in row["answers"]:
@@ -108,7 +114,7 @@ def test_results_hold_an_answer_for_every_net_and_condition(asked):
 
 def test_a_study_that_was_killed_goes_on_and_ends_the_same(cifar, tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    study.study(RECIPES, QUESTIONS, whole, tmp_path)
+    study.study(NETS, QUESTIONS, whole, tmp_path)
     asked, calls = accuracies, [0]
 
     def killed(*args):
@@ -119,52 +125,52 @@ def test_a_study_that_was_killed_goes_on_and_ends_the_same(cifar, tmp_path, monk
 
     monkeypatch.setattr(study, "accuracies", killed)
     with pytest.raises(KeyboardInterrupt):
-        study.study(RECIPES, QUESTIONS, broken, tmp_path)
+        study.study(NETS, QUESTIONS, broken, tmp_path)
     assert not (broken / table.NAME).exists()
-    study.study(RECIPES, QUESTIONS, broken, tmp_path)
+    study.study(NETS, QUESTIONS, broken, tmp_path)
     conditions_of_all = 2 * len(conditions(QUESTIONS, True)) + 2 * len(conditions(QUESTIONS, False))
     assert calls[0] == conditions_of_all + 1  # nothing but the one that was cut off is asked twice
-    study.study(RECIPES, QUESTIONS, broken, tmp_path)
+    study.study(NETS, QUESTIONS, broken, tmp_path)
     assert calls[0] == conditions_of_all + 1
     results = [[row["answers"] for row in table.read(folder / table.NAME)] for folder in (whole, broken)]
     assert results[0] == results[1]
 
 
 def test_training_that_was_killed_ends_with_the_same_weights(cifar, tmp_path, monkeypatch):
-    recipe = RECIPES[0]
-    net = training.train(recipe, tmp_path / "whole", cifar)
-    epoch = training._Training.epoch
+    net, _ = study.train(NETS[0], tmp_path / "whole", tmp_path)
+    monkeypatch.setattr(training, "_KEEP", 0.0)
 
-    def killed(self, tick):
-        if self.metrics:
+    def killed(done):
+        if done > 0.5:
             raise KeyboardInterrupt
-        epoch(self, tick)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(training._Training, "epoch", killed)
-        with pytest.raises(KeyboardInterrupt):
-            training.train(recipe, tmp_path / "broken", cifar)
-    again = training.train(recipe, tmp_path / "broken", cifar)
+    with pytest.raises(KeyboardInterrupt):
+        study.train(NETS[0], tmp_path / "broken", tmp_path, killed)
+    assert list((tmp_path / "broken" / "checkpoints").iterdir())
+    again, row = study.train(NETS[0], tmp_path / "broken", tmp_path)
+    assert len(row["curves"]["train_loss"]) == 2
     for name, value in net.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
 
 
-def test_corrupted_images_are_kept_and_made_anew_where_they_are_harmed(cifar, tmp_path):
-    condition = study.Condition("test", "fog", 3, "shuffled")
-    first = study.images(condition, QUESTIONS, 0, tmp_path, tmp_path)
-    (path,) = (tmp_path / "corrupted").glob("*.npy")
-    path.write_bytes(path.read_bytes()[:1000])
-    again = study.images(condition, QUESTIONS, 0, tmp_path, tmp_path)
-    assert first.inputs.equal(again.inputs)
-    other = study.images(condition, QUESTIONS, 1, tmp_path, tmp_path)  # each seed has images of its own
+def test_each_seed_has_images_of_its_own_and_none_it_was_trained_on(cifar):
+    clean, foggy = (study.Condition("test", name, severity, "shuffled") for name, severity in (("none", 0), ("fog", 3)))
+    first, other = (study.images(clean, QUESTIONS, run, cifar) for run in (NETS[0], NETS[2]))
+    assert first.targets.equal(cifar.test_labels[:10])
     assert other.targets.equal(cifar.test_labels[10:20])
+    twice = [study.images(foggy, QUESTIONS, NETS[0], cifar).inputs for _ in range(2)]
+    assert twice[0].equal(twice[1])
+    assert not twice[0].equal(first.inputs)
+    held_out = study.images(clean._replace(part="validation"), QUESTIONS, NETS[0], cifar)
+    trained, _ = training.split(NETS[0], len(cifar.train))
+    assert not any(image.equal(each) for image in held_out.inputs for each in cifar.train[trained])
     with pytest.raises(ValueError, match="fewer --images"):
-        study.images(condition, QUESTIONS, 2, tmp_path, tmp_path)
+        study.images(clean, QUESTIONS, replace(NETS[0], seed=2), cifar)
 
 
 def test_answers_to_other_questions_are_refused(asked, cifar):
     with pytest.raises(RunError, match="other questions"):
-        study.study(RECIPES, Questions(10, (3,), (1, 2)), asked, asked)
+        study.study(NETS, Questions(10, (3,), (1, 2)), asked, asked)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +178,7 @@ def test_answers_to_other_questions_are_refused(asked, cifar):
     [
         ({"seeds": 0}, "seeds must be at least 1"),
         ({"epochs": 0}, "epochs must be at least 1"),
-        ({"norms": ["bnn"]}, "did you mean"),
+        ({"norms": ["bnn"]}, "unknown normalizer 'bnn'; known here: bn, gn"),
     ],
 )
 def test_a_plan_is_checked(arguments, message):
@@ -204,7 +210,7 @@ def test_the_report_averages_what_the_results_say(asked, tmp_path):
 
 
 def test_the_command_runs_and_reports_again(cifar, tmp_path, monkeypatch, capsys):
-    small = training.Recipe("gn", 0, samples=40, epochs=1, batch_size=8)
+    small = Run("shift", "gn", 8, 0.003, 0, samples=40, epochs=1)
     monkeypatch.setattr(study, "plan", lambda norms, seeds, epochs: [small])
     out = str(tmp_path / "out")
     arguments = ["reproduce", "shift", "--out", out, "--images", "10", "--severities", "3", "--data-dir", str(tmp_path)]
@@ -218,15 +224,12 @@ def test_the_command_runs_and_reports_again(cifar, tmp_path, monkeypatch, capsys
     assert "options of its own" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bln", "activation"])
-def test_layers_of_other_forms_answer_one_request_after_the_other(name):
-    net = a_net("bln-grouped" if name == "activation" else name)
-    if name == "activation":
-        next(iter(bln.layers(net).values())).activation = "relu"
+def test_layers_of_the_published_form_answer_by_request_too():
+    net, inputs = a_net("bln"), torch.randn(6, 3, 32, 32)
     bln.configure(net, "FFFF")
-    inputs = torch.randn(6, 3, 32, 32)
     with torch.no_grad():
-        assert answers(net, inputs, 4).equal(torch.cat([net(inputs[:4]), net(inputs[4:])]))
+        expected = torch.cat([net(inputs[:4]), net(inputs[4:])])
+        torch.testing.assert_close(answers(net, inputs, 4), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_choosing_leaves_the_net_and_gives_the_accuracy_of_the_chosen_prior():
@@ -256,16 +259,15 @@ def test_separation_is_the_share_of_pairs_in_the_right_order(ours, theirs, share
     assert choice.separation(torch.tensor(ours), torch.tensor(theirs)) == share
 
 
-def test_choices_are_made_once_for_each_batch_norm_net_and_tabulated(asked, cifar, monkeypatch):
-    monkeypatch.setattr(choice, "SIZES", (4,))
-    path = study.choose(RECIPES, QUESTIONS, asked, asked, lambda done, text: None)
+def test_choices_are_made_once_for_each_batch_norm_net_and_tabulated(cifar, tmp_path, monkeypatch):
+    path = study.study(NETS, QUESTIONS, tmp_path, tmp_path)
     lines = report.read_choices(path)
     conditions = 2 * (1 + len(corruptions.TEST))  # shuffled and sorted, clean too
     assert len(lines) == 2 * (conditions + 1)
     assert {line["seed"] for line in lines} == {0, 1}
     monkeypatch.setattr(choice, "compare", lambda *_: pytest.fail("asked again"))
-    study.choose(RECIPES, QUESTIONS, asked, asked, lambda done, text: None)
-    head, rows = report.when_chosen(report.read(asked / table.NAME), lines, "bn")
+    study.study(NETS, QUESTIONS, tmp_path, tmp_path)
+    head, rows = report.when_chosen(report.read(path), lines, "bn")
     assert all(len(row) == len(head) for row in rows)
     assert len(rows) == 4
     head, rows = report.told_apart(lines)

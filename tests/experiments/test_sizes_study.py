@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from bln.cli import main
-from bln.experiments import table
+from bln.experiments import data, table
 from bln.experiments.sizes import nets, study, tasks, training
-from bln.experiments.sizes.study import Budget, Cell
+from bln.experiments.sizes.study import Budget, Cell, Place
+from bln.experiments.sizes.training import finish
 
 CPU = torch.device("cpu")
 CELL = Cell("digits-resnet", "gn", 8, 24, 1, seeds=3, tried_on=2)
@@ -66,10 +67,9 @@ def test_more_seeds_are_added_to_what_is_there(whole, tmp_path, monkeypatch):
 
 
 def test_side_by_side_the_numbers_are_the_same(whole, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    kept, other = [], replace(CELL, norm="bn")
-    jobs = [(CELL, {}), (other, {})]
-    study._side_by_side(jobs, tmp_path, Path(), CPU, kept.extend, lambda done, text: None, budget=Budget(None))
+    kept, cells = [], [CELL, replace(CELL, norm="bn")]
+    more = {"lanes": 2, "budget": Budget(None)}
+    study._in_lanes(cells, {}, Place(tmp_path, Path(), CPU), kept.extend, lambda done, text: None, **more)
     assert numbers(row for row in kept if row["norm"] == "gn") == numbers(whole)
     assert len(kept) == 2 * len(whole)
 
@@ -85,6 +85,7 @@ def test_work_that_is_likely_to_end_too_late_is_not_begun():
 
 
 def test_cut_off_by_time_it_goes_on_from_the_last_whole_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_KEEP", 0.0)
     cells = [replace(CELL, epochs=3), replace(CELL, norm="bn", epochs=3)]
     whole = table.read(study.study(cells, tmp_path / "whole", Path(), device=CPU))
     epochs = []
@@ -109,7 +110,6 @@ def test_processes_give_the_same_numbers(whole, tmp_path):
 
 
 def test_a_run_that_diverged_does_not_spoil_its_companions(tmp_path, monkeypatch):
-    (tmp_path / "checkpoints").mkdir()
     real, asked = training.Training, []
 
     class Spoiled(real):
@@ -121,13 +121,7 @@ def test_a_run_that_diverged_does_not_spoil_its_companions(tmp_path, monkeypatch
             return found
 
     monkeypatch.setattr(study, "Training", Spoiled)
-    work = study._train(CELL.runs([0.01], range(3)), "name", tmp_path, Path(), CPU)
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            rows = end.value
-            break
+    rows = finish(study._train(CELL.runs([0.01], range(3)), "name", Place(tmp_path, Path(), CPU)))
     assert asked == [3, 2]
     assert [row["status"] for row in rows] == ["finished", "diverged", "finished"]
     assert [row["together"] for row in rows] == [2, 3, 2]
@@ -144,7 +138,7 @@ def test_the_estimate_counts_what_is_left(tmp_path, monkeypatch):
     cells = [replace(CELL, batch_size=size) for size in (2, 4, 8)]
     found = study.estimate(cells, tmp_path, Path(), CPU)
     assert found.runs == 3 * (3 * 2 + 1)
-    assert found.measured == 2
+    assert found.measured == "2 nets"
     once = (24 + 2 * 359 / 3) * 0.01  # 24 images to train on; 359 to validate and as many to test, forward alone
     assert found.seconds == pytest.approx(2 * 3 * once)  # two nets for each cell
     study.study(cells[:2], tmp_path, Path(), device=CPU)
@@ -198,7 +192,7 @@ def test_resnet_from_end_to_end(tmp_path, monkeypatch, capsys):
     images = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8, generator=random)
     labels = torch.arange(60) % 10
     small = replace(
-        tasks.TASKS["resnet20"], load=lambda folder: tasks.Data(images, labels, images, labels), validation=20,
+        tasks.TASKS["resnet20"], load=lambda folder: data.DataSet(images, labels, images, labels), validation=20,
         net=partial(nets.resnet, inputs=3, blocks=1, widths=(8, 16)),
     )  # fmt: skip
     monkeypatch.setitem(tasks.TASKS, "resnet20", small)

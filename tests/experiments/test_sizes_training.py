@@ -11,20 +11,12 @@ from torch import nn
 from bln.experiments.norms import NORMS, BatchNorm
 from bln.experiments.sizes import training
 from bln.experiments.sizes.tasks import IMAGES, TASKS
-from bln.experiments.sizes.training import Adam, Run, Training, one_cycle
+from bln.experiments.sizes.training import Adam, Run, Training, finish, one_cycle
 
 CPU = torch.device("cpu")
 TINY = Run("digits-resnet", "bn", 4, 0.005, 0, 24, 2)
 ROUNDING = 200 * torch.finfo(torch.float32).eps
 """A few layers, each a sum of some hundred terms, and six steps of Adam."""
-
-
-def finish(work):
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
 
 
 def make(name, features, runs):
@@ -39,10 +31,10 @@ def norm_pairs(name, features=8, runs=3, epochs=2):
         [make(name, features, 1) for _ in range(runs)],
     )
     with torch.no_grad():
-        for key, parameter in whole.named_parameters():
+        for parameter, *own in zip(whole.parameters(), *(layer.parameters() for layer in alone), strict=True):
             parameter.copy_(torch.randn_like(parameter))
-            for layer, own in zip(alone, parameter.chunk(runs), strict=True):
-                layer.get_parameter(key).copy_(own)
+            for mine, theirs in zip(own, parameter.chunk(runs), strict=True):
+                mine.copy_(theirs)
     for training_mode in (True, True, False):
         x = torch.randn(4, runs * features, 5, 5) * torch.rand(runs * features, 1, 1) * 3 + 1
         whole.train(training_mode)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bln.experiments import table
+from bln.experiments import data, table
 from bln.experiments.norms import NORMS, BatchNorm
 from bln.experiments.sizes import study, tasks
 from bln.experiments.sizes.transformer import transformer
@@ -56,13 +56,9 @@ def test_a_study_of_reviews(tmp_path, monkeypatch):
     labels = torch.arange(60) % 2
     reviews = torch.randint(1, 50, (60, 80), generator=random)
     reviews[:, 40:] += 50 * labels[:, None]  # words that say what the label is
-    monkeypatch.setitem(
-        tasks.TASKS,
-        "transformer",
-        replace(
-            tasks.TASKS["transformer"], load=lambda folder: tasks.Data(reviews, labels, reviews, labels), validation=20
-        ),
-    )
+    found = data.DataSet(reviews, labels, reviews, labels)
+    small = replace(tasks.TASKS["transformer"], load=lambda folder: found, validation=20)
+    monkeypatch.setitem(tasks.TASKS, "transformer", small)
     tasks.load.cache_clear()
     cells = study.plan("transformer", norms=["ln", "bln"], batch_sizes=[4], seeds=2, samples=40, epochs=4)
     rows = table.read(study.study(cells, tmp_path, Path(), device=torch.device("cpu")))

@@ -30,7 +30,7 @@ def captured(monkeypatch):
     """Steps as on a GPU, and what was captured."""
     found = []
     monkeypatch.setattr(steps, "capture", lambda function: (found.append(function), Recorded(function))[1])
-    monkeypatch.setattr(training, "steps", steps.CapturedSteps)
+    monkeypatch.setattr(steps, "captured", lambda device: True)
     return found
 
 
@@ -46,16 +46,14 @@ def test_captured_steps_see_the_same_mini_batches(captured, count, layout):
     if layout == "channels last":
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     part = Part(inputs, torch.arange(count))
-    seen: dict[type, list] = {}
-    for kind in (steps.Steps, steps.CapturedSteps):
-        batches = seen[kind] = []
-        walk = kind(lambda x, y, batches=batches: batches.append((x, y)), part, 5)
-        torch.manual_seed(0)
-        for order in (None, torch.randperm(count), torch.randperm(count), None):
-            shares = list(walk(order))
-            assert shares == sorted(shares)
-            assert shares[-1] == 1
-    for (x, y), (other_x, other_y) in zip(*seen.values(), strict=True):
+    seen, expected = [], []
+    walk = steps.Steps(lambda x, y: seen.append((x, y)), part, 5)
+    for order in (None, torch.randperm(count), torch.randperm(count), None):
+        shares = list(walk(order))
+        assert shares == sorted(shares)
+        assert shares[-1] == 1
+        expected += part.batches(5, order)
+    for (x, y), (other_x, other_y) in zip(seen, expected, strict=True):
         assert torch.equal(x, other_x)
         assert torch.equal(y, other_y)
         assert x.stride() == other_x.stride()
@@ -71,7 +69,7 @@ def test_seeds_together_end_with_the_bytes_of_each_alone(tmp_path, monkeypatch, 
     torch.manual_seed(1)
     assert train_together(group, tmp_path / "together", Path(), CPU) == ["finished"] * 3
     assert captured
-    monkeypatch.setattr(training, "steps", steps.Steps)
+    monkeypatch.setattr(steps, "captured", lambda device: False)
     for each in group:
         assert train(each, tmp_path / "alone", Path(), CPU) == "finished"
         assert files(each, tmp_path / "together") == files(each, tmp_path / "alone")
@@ -82,8 +80,8 @@ def test_seeds_that_were_stopped_at_different_epochs_go_on_together(tmp_path, mo
     assert train_together(SEEDS, tmp_path / "whole", Path(), CPU) == ["finished"] * 3
     save, saved, out = runs.RunFolder.save, [], tmp_path / "stopped"
 
-    def stopping(self, state, metrics, seconds):
-        save(self, state, metrics, seconds)
+    def stopping(self, state, metrics, costs):
+        save(self, state, metrics, costs)
         saved.append(self.settings.seed)
         if len(saved) in (2, 6):  # while others are in the middle of an epoch
             raise KeyboardInterrupt
@@ -101,10 +99,10 @@ def test_seeds_that_were_stopped_at_different_epochs_go_on_together(tmp_path, mo
 def test_one_that_cannot_go_on_does_not_keep_the_others(tmp_path, monkeypatch):
     save = runs.RunFolder.save
 
-    def full(self, state, metrics, seconds):
+    def full(self, state, metrics, costs):
         if self.settings.seed == 1 and len(metrics) == 2:
             raise RunError("cannot write: No space left on device")
-        save(self, state, metrics, seconds)
+        save(self, state, metrics, costs)
 
     monkeypatch.setattr(runs.RunFolder, "save", full)
     with RunFolder(tmp_path, SEEDS[0]).locked():

@@ -24,26 +24,26 @@ def main(out: str, settings: list[str]) -> None:
     print(train(each, Path(out), Path(), torch.device("cpu")), flush=True)
 
 
-def fake_cifar(count: int = 60) -> data.CIFAR:
+def fake_cifar(count: int = 60) -> data.DataSet:
     """Images of noise, in the data set's layout."""
     images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8)
     labels = torch.arange(count) % 10
-    return data.CIFAR(images, labels, images[:20], labels[:20])
+    return data.DataSet(images, labels, images[:20], labels[:20])
 
 
-def fake_imdb(count: int = 60) -> data.IMDB:
+def fake_imdb(count: int = 60) -> data.DataSet:
     """Reviews of random words."""
     tokens = torch.randint(1, 50, (count, 80))
     labels = torch.arange(count) % 2
-    return data.IMDB(tokens, labels, tokens[:20], labels[:20])
+    return data.DataSet(tokens, labels, tokens[:20], labels[:20])
 
 
 def patch(monkeypatch, validation: int = 10) -> None:
     """Have the paper's tasks run on these."""
     monkeypatch.setattr(tasks, "VALIDATION", validation)
     cifar, imdb = fake_cifar(), fake_imdb()
-    monkeypatch.setattr(tasks, "_cifar10", lambda folder: cifar)
-    monkeypatch.setattr(tasks, "_imdb", lambda folder: imdb)
+    monkeypatch.setattr(tasks, "cifar10", lambda folder: cifar)
+    monkeypatch.setattr(tasks, "imdb", lambda folder: imdb)
     small = replace(tasks.TASKS["rnn"], model=partial(models.sentiment, words=50, features=8))
     monkeypatch.setitem(tasks.TASKS, "rnn", small)
 

@@ -6,24 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from bln.experiments import table
-from bln.experiments.sizes import study, training
+from bln.experiments import steps, table
+from bln.experiments.sizes import study
 from bln.experiments.sizes.study import Cell
 from bln.experiments.sizes.tasks import IMAGES
-from bln.experiments.sizes.training import Run, Training
+from bln.experiments.sizes.training import Run, Training, finish
 
 CUDA = torch.device("cuda")
 RUN = Run("digits-resnet", "bn", 8, 0.005, 0, 80, 2)
 ROUNDING = 1e-3
 """Of losses after twenty steps: TF32 convolutions differ with the algorithm that is taken."""
-
-
-def finish(work):
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
 
 
 def losses(rows):
@@ -41,7 +33,7 @@ def test_captured_is_eager_and_together_is_alone(monkeypatch, norm):
     captured = in_lane(group)
     alone = [in_lane([each])[0] for each in group]
     torch.testing.assert_close(losses(captured), losses(alone), atol=ROUNDING, rtol=ROUNDING)
-    monkeypatch.setattr(training, "_EAGER", 10**9)
+    monkeypatch.setattr(steps, "_EAGER", 10**9)
     torch.testing.assert_close(losses(captured), losses(in_lane(group)), atol=ROUNDING, rtol=ROUNDING)
     assert all(row["memory_mib"] > 0 for row in captured)
 

@@ -71,8 +71,8 @@ def test_interrupted_it_ends_with_the_same_bytes(tmp_path, monkeypatch, task, no
     train_together(group, tmp_path / "whole", Path(), CUDA)
     save, saved = runs.RunFolder.save, []
 
-    def stopping(self, state, metrics, seconds):
-        save(self, state, metrics, seconds)
+    def stopping(self, state, metrics, costs):
+        save(self, state, metrics, costs)
         saved.append(self.settings.seed)
         if len(saved) in (2, 5):
             raise KeyboardInterrupt

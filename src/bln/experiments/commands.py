@@ -22,10 +22,10 @@ from .. import __version__
 from .._models.check import check, load
 from . import data as datasets
 from . import demo as demonstration
-from . import download, packed, runs, table
+from . import download, packed, processes, runs, table
 from . import report as reports
 from . import reproduce as sweep
-from .remaining import Forecast, TimeLeft
+from .remaining import TimeLeft
 from .report import shift as shift_report
 from .report import sizes as sizes_report
 from .report.sizes import WORDS
@@ -67,7 +67,7 @@ _SHIFT = (
     "Corrupt test images and vary the size of requests: which statistics hold when the data changes?\n\n"
     "It needs CIFAR-10, and trains twelve small nets, two to three minutes each on one CPU core. Those with batch "
     "statistics are asked about 15 corruptions at five severities, five to ten minutes each. That is one to two hours "
-    "with --workers 1, and 0.4 GB of corrupted images. The same command continues where it was stopped."
+    "with --workers 1. The same command continues where it was stopped."
 )
 
 
@@ -136,10 +136,8 @@ def shift(
     recipes = shifts.plan(norms, seeds, epochs)
     questions = shifts.Questions(images, tuple(severities or shifts.Questions.severities))
     runs.claim(out)
-    alike = [Settings("shift", each.norm, each.batch_size, 1.0, each.seed, "clean", each.epochs) for each in recipes]
-    with _resumable(TimeLeft(alike), len(recipes), "nets") as progress:
-        shifts.study(recipes, questions, out, data_dir, workers=workers, progress=progress)
-        path = shifts.choose(recipes, questions, out, data_dir, progress)
+    with _resumable(TimeLeft([1.0] * len(recipes)), len(recipes), "nets") as progress:
+        path = shifts.study(recipes, questions, out, data_dir, workers=workers, progress=progress)
     _report_shift(path, out)
 
 
@@ -278,10 +276,13 @@ def _run(
     runs.claim(out)
     console = Console()
     if chosen.type == "cpu":
-        torch.set_num_threads(study.threads(workers))
+        torch.set_num_threads(processes.threads(workers))
+    seconds = None
     if backend == "local":  # a cluster's machines are others
-        console.print(sweep.estimate(settings, out, data_dir, chosen, workers), soft_wrap=True)
-    with _resumable(TimeLeft(settings), len(settings), "runs") as progress:
+        estimate = sweep.estimate(settings, out, data_dir, chosen, workers)
+        seconds = estimate.seconds
+        console.print(estimate.text(), soft_wrap=True)
+    with _resumable(TimeLeft(sweep.work_left(settings, out), seconds), len(settings), "runs") as progress:
         ended = sweep.reproduce(
             settings,
             out,
@@ -328,7 +329,7 @@ def _run_sizes(
     chosen, console = sweep.device(device), Console()
     runs.claim(out)
     if chosen.type == "cpu":
-        torch.set_num_threads(study.threads(workers))
+        torch.set_num_threads(processes.threads(workers))
     seconds = None
     if minutes is None or dry_run:  # measuring takes time, too
         estimate = study.estimate(cells, out, data_dir, chosen, workers)
@@ -336,7 +337,7 @@ def _run_sizes(
         console.print(estimate.text(), soft_wrap=True)
     if dry_run:
         return
-    left = Forecast(study.steps_left(cells, out), seconds)
+    left = TimeLeft(study.steps_left(cells, out), seconds)
     with _resumable(left, len(cells), "norms and sizes") as progress:
         path = study.study(
             cells, out, data_dir, device=chosen, workers=workers, minutes=minutes, progress=progress
@@ -356,7 +357,7 @@ def _report_sizes(path: Path, out: Path, task: str | None = None) -> None:
 
 
 @contextmanager
-def _resumable(left: TimeLeft | Forecast, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
+def _resumable(left: TimeLeft, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
     """Show a bar; an interruption says that nothing is lost."""
     try:
         with _bar(left, total, what) as progress:
@@ -369,7 +370,7 @@ def _resumable(left: TimeLeft | Forecast, total: int, what: str) -> Iterator[Cal
 class _Left(ProgressColumn):
     """The time left, as a column of a bar."""
 
-    def __init__(self, left: TimeLeft | Forecast) -> None:
+    def __init__(self, left: TimeLeft) -> None:
         super().__init__()
         self._left = left
 
@@ -381,7 +382,7 @@ class _Left(ProgressColumn):
 
 
 @contextmanager
-def _bar(left: TimeLeft | Forecast, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
+def _bar(left: TimeLeft, total: int, what: str) -> Iterator[Callable[[float, str], None]]:
     counted = TextColumn("{task.completed:.1f}/{task.total} " + what)
     named = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (named, BarColumn(bar_width=16), counted, _Left(left))  # in 80 columns

@@ -1,8 +1,8 @@
-"""The nets of the paper, and a small residual net. Each takes a normalizer and puts it where the paper has it."""
+"""The nets of the paper, and two small ones for digits. Each takes a normalizer and puts it where the paper has it."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,33 +58,6 @@ def digits_rnn(norm: Norm) -> nn.Module:
         nn.Linear(32, 10),
     )  # fmt: skip
     return _initialized(net)
-
-
-def resnet(norm: Norm) -> nn.Module:
-    """A small residual net on ``(N, 3, 32, 32)``, norms before the nonlinearity as residual nets have them."""
-    net = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False), norm(16, 1), nn.ReLU(),
-        _Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return net
-
-
-class _Block(nn.Module):
-    """A residual block: two 3x3 convolutions and a shortcut."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
-        super().__init__()
-        self.first, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs, 1)
-        self.second, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), norm(outputs, 1)
-        self.around = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if stride > 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.second(F.relu(self.norm1(self.first(x)))))
-        return F.relu(cast(Tensor, y + self.around(x)))
 
 
 class Words(nn.Embedding):

@@ -4,7 +4,8 @@
 
 Each function listed here takes two more arguments. ``ordinary`` gives the layer its library's epsilon and plain
 averages as population statistics; without it, it has the values of the paper's authors. ``runs`` makes one layer for
-several runs whose features lie one after the other in ``(N, runs * features, *positions)``, and keeps them apart.
+several runs whose features lie one after the other in ``(N, runs * features, *positions)``, and keeps them apart; their
+parameters lie likewise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
-from .._masks import count
+from .._masks import counts_of
 from ..layer import BatchLayerNorm
 
 Norm = Callable[..., nn.Module]
@@ -51,10 +52,7 @@ class EqualWeights(BatchLayerNorm):
         """Normalize ``x``."""
         if not self.training:
             return super().forward(x, mask, residual)
-        shape = list(x.shape)
-        shape.pop(self.channel_dim)
-        positions = tuple(shape[1:]) if self.per_position else ()
-        m, entries = count(shape, mask, self.per_position)
+        m, entries, positions = counts_of(x, mask, self.channel_dim, self.spec)
         half = self.population.statistics(positions, 2)._replace(inverse_m=x.new_full((), 0.5))
         y, statistics = functional.batch_layer_norm(
             x, self.weight, self.bias, channel_dim=self.channel_dim, per_position=self.per_position, mask=mask,
@@ -65,44 +63,32 @@ class EqualWeights(BatchLayerNorm):
         return y
 
 
-class _FeaturesLast(nn.Module):
-    """A layer that takes features last, applied wherever they stand. It sees one position at a time: no mask."""
+class _Moved(nn.Module):
+    """A layer that takes features in one dimension, applied where they stand in another."""
 
-    def __init__(self, inner: nn.Module, channel_dim: int) -> None:
+    def __init__(self, inner: nn.Module, takes: int, channel_dim: int) -> None:
         super().__init__()
-        self.inner, self.channel_dim = inner, channel_dim
+        self.inner, self.takes, self.channel_dim = inner, takes, channel_dim
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x.movedim(self.channel_dim, -1))
-        return y.movedim(-1, self.channel_dim)
-
-
-class _FeaturesSecond(nn.Module):
-    """A layer that takes features second, applied wherever they stand."""
-
-    def __init__(self, inner: nn.Module, channel_dim: int) -> None:
-        super().__init__()
-        self.inner, self.channel_dim = inner, channel_dim
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x.movedim(self.channel_dim, 1)
-        y: Tensor = self.inner(x) if mask is None else self.inner(x, mask)
-        return y.movedim(1, self.channel_dim)
+    def forward(self, x: Tensor, *mask: Tensor) -> Tensor:
+        y: Tensor = self.inner(x.movedim(self.channel_dim, self.takes), *mask)
+        return y.movedim(self.takes, self.channel_dim)
 
 
 class _RunsApart(nn.Module):
     """A layer for several runs whose statistics never leave a position: runs are a further dimension of positions."""
 
-    def __init__(self, inner: nn.Module, features: int, runs: int) -> None:
+    def __init__(self, inner: nn.Module, features: int, runs: int, *, bias: bool = True) -> None:
         super().__init__()
         self.inner, self.runs = inner, runs
         self.weight = nn.Parameter(torch.ones(runs * features))
-        self.bias = nn.Parameter(torch.zeros(runs * features))
+        self.bias = nn.Parameter(torch.zeros(runs * features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x.reshape(len(x), self.runs, -1, *x.shape[2:]).transpose(1, 2)).transpose(1, 2).flatten(1, 2)
         shape = (-1, *[1] * (x.dim() - 2))
-        return cast(Tensor, y * self.weight.view(shape) + self.bias.view(shape))
+        y = y * self.weight.view(shape)
+        return cast(Tensor, y if self.bias is None else y + self.bias.view(shape))
 
 
 class BatchNorm(nn.Module):
@@ -114,7 +100,7 @@ class BatchNorm(nn.Module):
 
     running_mean: Tensor
     running_var: Tensor
-    updates: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(self, features: int, eps: float = 1e-3, momentum: float | None = 0.01) -> None:
         super().__init__()
@@ -122,11 +108,11 @@ class BatchNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
         self.register_buffer("running_mean", torch.zeros(features))
         self.register_buffer("running_var", torch.ones(features))
-        self.register_buffer("updates", torch.zeros(()), persistent=momentum is None)
+        self.register_buffer("num_batches_tracked", torch.zeros(()), persistent=momentum is None)
 
     def reset_statistics(self) -> None:
         """Begin a new plain average."""
-        self.updates.zero_()
+        self.num_batches_tracked.zero_()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize ``x``."""
@@ -152,8 +138,8 @@ class BatchNorm(nn.Module):
 
     @torch.no_grad()
     def _update(self, mean: Tensor, var: Tensor) -> None:
-        self.updates += 1
-        weight = 1 / self.updates if self.momentum is None else self.momentum
+        self.num_batches_tracked += 1
+        weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean, weight)
         self.running_var.lerp_(var, weight)
 
@@ -198,19 +184,15 @@ class BatchRenorm(BatchNorm):
         return corrected * self.weight.reshape(shape) + self.bias.reshape(shape)
 
 
-class InstanceNorm(nn.Module):
+class InstanceNorm(nn.GroupNorm):
     """InstanceNorm; a dense layer has no positions to average over, and is only scaled and shifted."""
 
-    def __init__(self, features: int, eps: float = 1e-3) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+    def __init__(self, features: int, eps: float) -> None:
+        super().__init__(features, features, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``."""
-        if x.dim() == 2:
-            return x * self.weight + self.bias
-        return F.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
+        return x * self.weight + self.bias if x.dim() == 2 else super().forward(x)
 
 
 GROUPS = {"bln-grouped": 8, "bln-g1": 1, "bln-g4": 4, "bln-g16": 16, "bln-gC": None}
@@ -221,73 +203,63 @@ def _bln(
     features: int,
     channel_dim: int,
     *,
-    runs: int | None = None,
+    runs: int = 1,
     ordinary: bool = False,
     kind: type[BatchLayerNorm] = BatchLayerNorm,
     **more: Any,
 ) -> nn.Module:
     if not ordinary:
         more |= {"eps": 1e-3, "mix_eps": 1e-4}
-    if runs is None:
+    if runs == 1:
         return kind(features, channel_dim=channel_dim, momentum=None, **more)
     return _RunsApart(kind(features, affine=False, momentum=None, **more), features, runs)
 
 
-def _pooled(features: int, channel_dim: int, *, runs: int | None = None, **more: Any) -> nn.Module:
-    if runs is not None:
+def _pooled(features: int, channel_dim: int, *, runs: int = 1, **more: Any) -> nn.Module:
+    if runs != 1:
         raise ValueError("bln-pooled would pool batch statistics over runs; train them one at a time")
     return _bln(features, channel_dim, per_position=False, **more)
 
 
-def _grouped(
-    name: str, features: int, channel_dim: int, *, runs: int | None = None, ordinary: bool = False
-) -> nn.Module:
+def _grouped(name: str, features: int, channel_dim: int, *, runs: int = 1, ordinary: bool = False) -> nn.Module:
     groups = features if (given := GROUPS[name]) is None else math.gcd(given, features)
-    runs, eps = runs or 1, 1e-4 if ordinary else 1e-3
+    eps = 1e-4 if ordinary else 1e-3
     return BatchLayerNorm(runs * features, groups=runs * groups, channel_dim=channel_dim, momentum=None, eps=eps)
 
 
-def _second(make: Callable[[int, int, float], nn.Module]) -> Norm:
-    """Make a layer of ``(runs, features, eps)`` whose features stand second."""
+def _second(make: Callable[[int, int, bool], nn.Module]) -> Norm:
+    """Make a layer of ``(runs * features, features, ordinary)`` whose features stand second."""
 
-    def place(features: int, channel_dim: int, *, runs: int | None = None, ordinary: bool = False) -> nn.Module:
-        layer = make(runs or 1, features, 1e-5 if ordinary else 1e-3)
-        return layer if channel_dim == 1 else _FeaturesSecond(layer, channel_dim)
+    def place(features: int, channel_dim: int, *, runs: int = 1, ordinary: bool = False) -> nn.Module:
+        layer = make(runs * features, features, ordinary)
+        return layer if channel_dim == 1 else _Moved(layer, 1, channel_dim)
 
     return place
 
 
 def _last(make: Callable[..., nn.Module]) -> Norm:
-    """Make a layer whose features stand last, and which sees one position at a time."""
+    """Make a layer whose features stand last, and which sees one position at a time: it needs no mask."""
 
-    def place(features: int, channel_dim: int, *, runs: int | None = None, ordinary: bool = False) -> nn.Module:
-        epsilon = {} if ordinary else {"eps": 1e-3}
-        if runs is not None:
-            return _RunsApart(_FeaturesLast(make(features, elementwise_affine=False, **epsilon), 1), features, runs)
-        layer = make(features, **epsilon)
-        return layer if channel_dim == -1 else _FeaturesLast(layer, channel_dim)
+    def place(features: int, channel_dim: int, *, runs: int = 1, ordinary: bool = False) -> nn.Module:
+        layer = make(features, elementwise_affine=runs == 1, **({} if ordinary else {"eps": 1e-3}))
+        placed = layer if channel_dim == -1 else _Moved(layer, -1, channel_dim)
+        return placed if runs == 1 else _RunsApart(placed, features, runs, bias=make is nn.LayerNorm)
 
     return place
 
 
-def _bn(features: int, channel_dim: int, *, ordinary: bool = False, **more: Any) -> nn.Module:
-    momentum = None if ordinary else 0.01
-    make = _second(lambda runs, features, eps: BatchNorm(runs * features, eps, momentum))
-    return make(features, channel_dim, ordinary=ordinary, **more)
-
-
-def _gn(runs: int, features: int, eps: float) -> nn.Module:
-    return nn.GroupNorm(runs * math.gcd(8, features), runs * features, eps)
+def _eps(ordinary: bool) -> float:
+    return 1e-5 if ordinary else 1e-3
 
 
 NORMS: dict[str, Norm] = {
     "bln": _bln,
-    "bn": _bn,
+    "bn": _second(lambda whole, one, ordinary: BatchNorm(whole, _eps(ordinary), None if ordinary else 0.01)),
     "ln": _last(nn.LayerNorm),
-    "gn": _second(_gn),
-    "in": _second(lambda runs, features, eps: InstanceNorm(runs * features, eps)),
+    "gn": _second(lambda whole, one, ordinary: nn.GroupNorm(whole // one * math.gcd(8, one), whole, _eps(ordinary))),
+    "in": _second(lambda whole, one, ordinary: InstanceNorm(whole, _eps(ordinary))),
     "rms": _last(nn.RMSNorm),
-    "batchrenorm": _second(lambda runs, features, eps: BatchRenorm(runs * features)),
+    "batchrenorm": _second(lambda whole, one, ordinary: BatchRenorm(whole)),
     "none": lambda features, channel_dim, **more: nn.Identity(),
     **{name: partial(_grouped, name) for name in GROUPS},
     "bln-no-scale": partial(_bln, dim_scale=False),

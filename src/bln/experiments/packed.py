@@ -6,65 +6,40 @@ differences are Huffman coded. An image takes 1.7 kB instead of 3.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from . import runs
-from .data import CIFAR, DataError
+from .data import DataError, DataSet
 
-_MAGIC = b"bln packed images 1\n"
 _Bytes = NDArray[np.uint8]
 
 
-def write(found: CIFAR, path: Path, train: int) -> None:
+def write(found: DataSet, path: Path, train: int) -> None:
     """Write the first ``train`` training images, and all test images."""
-    if not 1 <= train <= len(found.train_images):
-        raise ValueError(f"expected 1 to {len(found.train_images):,} training images, got {train:,}")
-    images = torch.cat([found.train_images[:train], found.test_images]).numpy()
-    labels = torch.cat([found.train_labels[:train], found.test_labels]).numpy().astype(np.uint8)
-    parts = [labels.tobytes(), *(_coded(plane) for plane in _planes(images))]
-    head = {
-        "train": train, "images": len(images), "sizes": [len(part) for part in parts],
-        "sha256": hashlib.sha256(images.tobytes()).hexdigest(),
-    }  # fmt: skip
-    runs.write(path, _MAGIC + json.dumps(head).encode() + b"\n" + b"".join(parts))
-
-
-def read(path: Path) -> CIFAR:
-    """Read what :func:`write` has written, checked by its hash."""
-    content = path.read_bytes()
-    try:
-        if not content.startswith(_MAGIC):
-            raise ValueError("its first line is another")
-        line, _, rest = content[len(_MAGIC) :].partition(b"\n")
-        head = json.loads(line)
-        ends = np.cumsum(head["sizes"]).tolist()
-        labels, *coded = (rest[end - size : end] for end, size in zip(ends, head["sizes"], strict=True))
-        images = _images([_decoded(part, head["images"]) for part in coded])
-        if hashlib.sha256(images.tobytes()).hexdigest() != head["sha256"]:
-            raise ValueError("its hash is another")
-    except (ValueError, KeyError, TypeError, zlib.error) as error:
-        raise DataError(f"{path} is not a file of packed images: {error}; write it again with: bln data pack") from None
-    every, answers = torch.from_numpy(images), torch.frombuffer(bytearray(labels), dtype=torch.uint8).long()
-    train = head["train"]
-    return CIFAR(every[:train], answers[:train], every[train:], answers[train:])
-
-
-def _planes(images: _Bytes) -> list[_Bytes]:
-    """Return green, red minus green and blue minus green, modulo 256."""
+    if not 1 <= train <= len(found.train):
+        raise ValueError(f"expected 1 to {len(found.train):,} training images, got {train:,}")
+    images = torch.cat([found.train[:train], found.test]).numpy()
     red, green, blue = images[:, 0], images[:, 1], images[:, 2]
-    return [green, red - green, blue - green]
+    planes = [_coded(plane) for plane in (green, red - green, blue - green)]  # modulo 256
+    labels = found.train_labels[:train].byte(), found.test_labels.byte()
+    runs.write_tensors(path, {"planes": planes, "labels": labels})
 
 
-def _images(planes: list[_Bytes]) -> _Bytes:
-    green, red, blue = planes
-    return np.stack([red + green, green, blue + green], 1)
+def read(path: Path) -> DataSet:
+    """Read what :func:`write` has written, checked by its hash."""
+    found = runs.read_tensors(path, torch.device("cpu"))
+    if found is None:
+        raise DataError(f"{path} is not a file of packed images, or was harmed; write it again with: bln data pack")
+    train, test = (labels.long() for labels in found["labels"])
+    green, red, blue = (_decoded(plane, len(train) + len(test)) for plane in found["planes"])
+    images = torch.from_numpy(np.stack([red + green, green, blue + green], 1))
+    return DataSet(images[: len(train)], train, images[len(train) :], test)
 
 
 def _prediction(left: _Bytes, above: _Bytes, corner: _Bytes) -> _Bytes:
@@ -75,15 +50,16 @@ def _prediction(left: _Bytes, above: _Bytes, corner: _Bytes) -> _Bytes:
     return found
 
 
-def _coded(plane: _Bytes) -> bytes:
+def _coded(plane: _Bytes) -> Tensor:
     padded = np.pad(plane, ((0, 0), (1, 0), (1, 0)))
     rest = plane - _prediction(padded[:, 1:, :-1], padded[:, :-1, 1:], padded[:, :-1, :-1])
     coder = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
-    return coder.compress(np.ascontiguousarray(rest.transpose(1, 2, 0)).tobytes()) + coder.flush()
+    coded = coder.compress(np.ascontiguousarray(rest.transpose(1, 2, 0)).tobytes()) + coder.flush()
+    return torch.frombuffer(bytearray(coded), dtype=torch.uint8)
 
 
-def _decoded(coded: bytes, count: int) -> _Bytes:
-    rest = np.frombuffer(zlib.decompress(coded), np.uint8).reshape(32, 32, count)
+def _decoded(coded: Tensor, count: int) -> _Bytes:
+    rest = np.frombuffer(zlib.decompress(coded.numpy().tobytes()), np.uint8).reshape(32, 32, count)
     padded = np.zeros((33, 33, count), np.uint8)
     for row in range(32):  # pixel by pixel, for all images together
         for column in range(32):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,10 @@ import torch
 from .._install import install
 from . import runs, table
 from .norms import norm
-from .runs import RunError, RunFolder, Settings
+from .processes import side_by_side
+from .runs import Estimate, RunError, RunFolder, Settings
 from .tasks import TASKS
-from .training import measure, train_together
+from .training import Cost, Tick, measure, train_together
 
 BATCH_SIZES = (1, 25)
 FRACTIONS = (0.2, 1.0)
@@ -52,19 +50,14 @@ def plan(
     for name in norms or ():
         norm(name)
 
-    found = []
-    for task in tasks:
-        if task not in TASKS:
-            raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-        combinations = itertools.product(
-            fractions or FRACTIONS, batch_sizes or BATCH_SIZES, norms or NORMS, range(seeds)
-        )
-        for fraction, size, name, seed in combinations:
-            given = fractions is not None and batch_sizes is not None
-            if fraction == 1 and size != 25 and not given:
-                continue
-            found.append(Settings(task, name, size, fraction, seed, protocol, epochs or TASKS[task].epochs))
-    return found
+    combinations = itertools.product(
+        tasks, fractions or FRACTIONS, batch_sizes or BATCH_SIZES, norms or NORMS, range(seeds)
+    )
+    return [
+        Settings(task, name, size, fraction, seed, protocol, epochs or TASKS[task].epochs)
+        for task, fraction, size, name, seed in combinations
+        if fraction < 1 or size == 25 or (fractions and batch_sizes)
+    ]
 
 
 def device(name: str) -> torch.device:
@@ -114,22 +107,17 @@ def reproduce(
     if backend not in ("local", "ray"):
         raise ValueError(f"the backend must be 'local' or 'ray', got {backend!r}")
     groups = _groups(settings, TOGETHER if device.type == "cuda" else 1)
+    found: dict[Settings, str] = {}
+    ended: Iterable[dict[Settings, str]]
     if backend == "ray":
-        with _watched(settings, out, progress):
-            ended = _on_ray(groups, out.resolve(), data_dir.resolve(), device, workers, address)
-    elif workers == 1:
-        ended, before = [], 0
-        for group in groups:
-            ended.append(_run_here(group, out, data_dir, device, progress, before))
-            before += len(group)
+        ended = _on_ray(groups, out.resolve(), data_dir.resolve(), device, workers, address)
+    elif workers > 1:
+        ended = side_by_side(_run, [(group, out, data_dir, device) for group in groups], workers)
     else:
-        from joblib import Parallel, delayed
-
-        threads = max(1, (os.cpu_count() or 1) // workers)
-        with _watched(settings, out, progress):
-            parallel = Parallel(n_jobs=workers, backend="loky", batch_size=1)
-            ended = parallel(delayed(_run_alone)(group, out, data_dir, device, threads) for group in groups)
-    found = {each: status for statuses in ended for each, status in statuses.items()}
+        ended = (_run_here(group, out, data_dir, device, progress, len(found)) for group in groups)
+    for statuses in ended:
+        found |= statuses
+        progress(len(found), f"{len(found)} of {len(settings)} runs finished")
     return {each: found[each] for each in settings}
 
 
@@ -146,7 +134,7 @@ def _groups(settings: Sequence[Settings], most: int) -> list[list[Settings]]:
 
 
 def _run(
-    group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, tick: Callable[[float], None]
+    group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, tick: Tick = lambda done: None
 ) -> dict[Settings, str]:
     ended = train_together(group, out, data_dir, device, tick)
     statuses = (f"error: {each}" if isinstance(each, RunError) else each for each in ended)
@@ -159,13 +147,6 @@ def _run_here(
     name = group[0].name + (f" and {len(group) - 1} more seeds" if len(group) > 1 else "")
     progress(before, name)
     return _run(group, out, data_dir, device, lambda done: progress(before + done * len(group), name))
-
-
-def _run_alone(
-    group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, threads: int
-) -> dict[Settings, str]:
-    torch.set_num_threads(threads)
-    return _run(group, out, data_dir, device, lambda done: None)
 
 
 _LOST = 5
@@ -181,8 +162,8 @@ def _on_ray(
     device: torch.device,
     workers: int,
     address: str | None,
-) -> list[dict[Settings, str]]:
-    if address is not None:
+) -> Iterator[dict[Settings, str]]:
+    if address is not None and address != "auto":
         _look_for(address)
     try:
         import ray
@@ -197,50 +178,32 @@ def _on_ray(
     lost = ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError
     try:
         task = ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"), max_retries=_LOST)(_run_alone)
-        statuses: list[dict[Settings, str]] = []
-        for group, run in [(group, task.remote(group, out, data_dir, device, 1)) for group in groups]:
+        for group, run in [(group, task.remote(group, out, data_dir, device)) for group in groups]:
             try:
-                statuses.append(ray.get(run))
+                yield ray.get(run)
             except lost as error:
                 why = f"error: it lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}"
-                statuses.append(dict.fromkeys(group, why))
-        return statuses
+                yield dict.fromkeys(group, why)
     finally:
         if begun:
             ray.shutdown()
 
 
+def _run_alone(group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device) -> dict[Settings, str]:
+    torch.set_num_threads(1)
+    return _run(group, out, data_dir, device)
+
+
 def _look_for(address: str) -> None:
     """Refuse an address where nobody answers: Ray itself tries for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address in ("auto", "local"):
-        return
-    if not (host and port.isdigit()):
-        raise ValueError(f"the address of a Ray cluster must be host:port, ray://host:port or auto, got {address!r}")
     try:
         socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"no Ray cluster at {address!r}: {error}; `ray start --head` prints its address") from None
-
-
-@contextmanager
-def _watched(settings: Sequence[Settings], out: Path, progress: Progress) -> Iterator[None]:
-    """Report the progress of other processes, as their folders show it."""
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(1.0):
-            folders = [RunFolder(out, each) for each in settings]
-            done = [1.0 if f.result() else len(f.metrics()) / (f.settings.epochs + 1) for f in folders]
-            progress(sum(done), f"{sum(d == 1 for d in done)} of {len(done)} runs finished")
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    except (OSError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"no Ray cluster at {address!r}: {error}; `ray start --head` prints its address, which is host:port, "
+            "ray://host:port or auto"
+        ) from None
 
 
 def rows(out: Path) -> list[table.Row]:
@@ -248,49 +211,50 @@ def rows(out: Path) -> list[table.Row]:
     found = []
     for path in sorted((out / "runs").glob("*/settings.json")):
         read = runs.read_json(path)
-        if read is None or read.get("format") != runs.FORMAT:
+        if read is None:
             continue
         folder = RunFolder(out, Settings(**read["settings"]))
-        lines = folder.metrics()
+        lines, costs = folder.metrics(), folder.costs()
         blank = {"status": "running", "best_epoch": None, "test": None, "chosen": None, "configurations": None}
         names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
-        found.append(
-            {
-                **asdict(folder.settings),
-                "curves": {name: [_rounded(line[name]) for line in lines] for name in names},
-                "seconds": folder.seconds(),
-                "hours": _rounded(sum(folder.seconds()) / 3600),
-                "memory_mib": _mebibytes(folder.memory()),
-                **runs.origin(read["environment"]),
-                **_rounded(folder.result() or blank),
-            }
-        )
+        row = {
+            **asdict(folder.settings),
+            "curves": {name: [line[name] for line in lines] for name in names},
+            "seconds": costs["seconds"],
+            "hours": sum(costs["seconds"]) / 3600,
+            "memory_mib": None if costs["memory"] is None else costs["memory"] / 2**20,
+            **read["origin"],
+            **(folder.result() or blank),
+        }
+        found.append(_rounded(row))
     return found
 
 
-def _mebibytes(count: int | None) -> float | None:
-    return None if count is None else round(count / 2**20, 3)
-
-
-def estimate(settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int = 1) -> str:
-    """Return what the runs that are left take, in a sentence, from a few measured steps of each kind."""
-    found = {each: _epochs_left(out, each) for each in settings}
-    left = {each: epochs for each, epochs in found.items() if epochs is not None}
-    costs, seconds = {}, 0.0
-    for each, epochs in left.items():
+def estimate(
+    settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int = 1
+) -> Estimate:
+    """Return what the runs that are left take, from a few measured steps of each kind."""
+    left = [folder for each in settings if not (folder := RunFolder(out, each)).result()]
+    costs: dict[Settings, Cost] = {}
+    seconds = 0.0
+    for folder in left:
+        each = folder.settings
         kind = replace(each, seed=0, epochs=0)
         if kind not in costs:
             costs[kind] = measure(each, out, data_dir, device)
-        seconds += costs[kind].epoch * epochs
+        seconds += costs[kind].epoch * (each.epochs - len(folder.metrics()))
+    at_once = TOGETHER if device.type == "cuda" else workers
     if device.type != "cuda":
         seconds /= workers
-    memory = sum(sorted(cost.memory for cost in costs.values())[-1:]) * (TOGETHER if device.type == "cuda" else workers)
-    return runs.forecast(len(left), seconds, memory, f"{len(costs)} kinds of runs")
+    memory = at_once * max((cost.memory for cost in costs.values()), default=0)
+    return Estimate(seconds, memory, len(left), f"{len(costs)} kinds of runs")
 
 
-def _epochs_left(out: Path, settings: Settings) -> int | None:
-    folder = RunFolder(out, settings)
-    return None if folder.result() else settings.epochs - len(folder.metrics())
+def work_left(settings: Sequence[Settings], out: Path) -> list[float]:
+    """Return the work of each run in steps, and 0 for those that are finished."""
+    return [
+        0.0 if RunFolder(out, each).result() else each.fraction * each.epochs / each.batch_size for each in settings
+    ]
 
 
 def _rounded(value: Any) -> Any:

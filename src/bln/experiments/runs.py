@@ -1,11 +1,10 @@
 """A run is a folder: what it was asked to do, how far it got, what came out. It survives being killed.
 
-    settings.json     what was asked, and the versions, machine and commit that began it
+    settings.json     what was asked, and the commit, versions and machine that began it
     metrics.jsonl     a line for each epoch; the same bytes whether the run was interrupted or not
-    times.jsonl       seconds of each epoch
-    memory.json       bytes a run needs
+    costs.json        seconds of each epoch, and the bytes a run needs
     tensorboard/      the metrics again
-    checkpoint.pt     weights, optimizer, best weights and metrics after the last whole epoch; gone when finished
+    checkpoint.pt     weights, optimizer, best weights, metrics and costs after the last whole epoch; gone when finished
     best.pt           weights of the epoch with the lowest validation loss
     result.json       written last: a run that has it is finished
 
@@ -19,21 +18,23 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 import bln
 
-FORMAT = 1
+FORMAT = 2
 """Bump when older runs can no longer be resumed or compared."""
 
 
@@ -62,111 +63,43 @@ class Settings:
         )
 
 
-class Named(Protocol):
-    """Settings of any kind: a dataclass of plain values, and the name of their folder."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def name(self) -> str:
-        """The run's folder."""
-
-
-NamedT = TypeVar("NamedT", bound=Named)
-
-
-class RunFolder(Generic[NamedT]):
+class RunFolder:
     """The files of one run."""
 
-    def __init__(self, out: Path, settings: NamedT) -> None:
+    def __init__(self, out: Path, settings: Settings) -> None:
         self.path = out / "runs" / settings.name
         self.settings = settings
 
     # ---- before training
 
-    def prepare(self) -> None:
-        """Make the folder, or check that the existing one is of the same run and version."""
-        self.path.mkdir(parents=True, exist_ok=True)
+    def prepare(self, device: torch.device) -> None:
+        """Make the folder, or clear what a killed process left half-written."""
         for stray in self.path.glob(".*.tmp"):
             stray.unlink(missing_ok=True)
-        asked = {"format": FORMAT, "settings": asdict(self.settings)}
-        found = read_json(self.path / "settings.json")
-        if found is None:
-            write(self.path / "settings.json", _json({**asked, "environment": environment()}))
-            return
-        for key, expected in asked.items():
-            if found.get(key) != expected:
-                raise RunError(
-                    f"{self.path} was made with {key} {found.get(key)!r}, this is {expected!r}; take another --out, "
-                    "or delete that folder"
-                )
+        if read_json(self.path / "settings.json") is None:
+            asked = {"settings": asdict(self.settings), "origin": origin(device)}
+            write(self.path / "settings.json", _json(asked))
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes out of this run; the lock goes with the process that holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(f"another process works on {self.path}; wait for it, or take another --out") from None
-            yield
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other processes out of this run."""
+        return locked(self.path / "lock")
 
     # ---- while training
 
-    def save(self, state: dict[str, Any], metrics: list[dict[str, Any]], seconds: list[float]) -> None:
+    def save(self, state: dict[str, Any], metrics: list[dict[str, Any]], costs: dict[str, Any]) -> None:
         """Save a whole epoch. The checkpoint goes first: the rest is made from it."""
-        write_tensors(self.path / "checkpoint.pt", {**state, "metrics": metrics, "seconds": seconds})
-        self._write_metrics(metrics, seconds)
+        write_tensors(self.path / "checkpoint.pt", {**state, "metrics": metrics, "costs": costs})
+        self._write_metrics(metrics, costs)
 
     def load(self, device: torch.device) -> dict[str, Any] | None:
         """Return the last whole epoch, or ``None``; metrics are cut back to it."""
         state = read_tensors(self.path / "checkpoint.pt", device)
-        self._write_metrics(state["metrics"] if state else [], state["seconds"] if state else [])
+        self._write_metrics(*((state["metrics"], state["costs"]) if state else ([], {})))
         return state
 
-    def _write_metrics(self, metrics: list[dict[str, Any]], seconds: list[float]) -> None:
+    def _write_metrics(self, metrics: list[dict[str, Any]], costs: dict[str, Any]) -> None:
         write(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in metrics).encode())
-        write(self.path / "times.jsonl", "".join(json.dumps(second) + "\n" for second in seconds).encode())
-
-    def note_memory(self, count: int) -> None:
-        """Save how many bytes the run needs."""
-        write(self.path / "memory.json", _json({"bytes": count}))
-
-    def memory(self) -> int | None:
-        """Return how many bytes the run needs, if that was saved."""
-        found = read_json(self.path / "memory.json")
-        return None if found is None else found.get("bytes")
-
-    # ---- after
-
-    def finish(self, result: dict[str, Any], best: dict[str, Any] | None) -> None:
-        """Write the results, and delete the checkpoint."""
-        if best is not None:
-            write_tensors(self.path / "best.pt", best)
-        metrics = (self.path / "metrics.jsonl").read_bytes()
-        result = {**result, "metrics_sha256": hashlib.sha256(metrics).hexdigest()}
-        write(self.path / "result.json", _json({**result, "sha256": hashlib.sha256(_json(result)).hexdigest()}))
-        (self.path / "checkpoint.pt").unlink(missing_ok=True)
-
-    def result(self) -> dict[str, Any] | None:
-        """Return the results, or ``None`` unless they and their metrics are there unharmed."""
-        try:
-            content, metrics = ((self.path / name).read_bytes() for name in ("result.json", "metrics.jsonl"))
-        except OSError:
-            return None
-        found = read_json(self.path / "result.json")
-        if found is None or _json(found) != content:
-            return None
-        given, of_metrics = found.pop("sha256", None), found.get("metrics_sha256")
-        if given != hashlib.sha256(_json(found)).hexdigest() or of_metrics != hashlib.sha256(metrics).hexdigest():
-            return None
-        del found["metrics_sha256"]
-        return found
-
-    def best(self) -> dict[str, Any] | None:
-        """Return the best weights of a finished run; ``None`` where they are missing or harmed."""
-        return read_tensors(self.path / "best.pt", torch.device("cpu"))
+        write(self.path / "costs.json", _json(costs))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of whole epochs."""
@@ -175,12 +108,28 @@ class RunFolder(Generic[NamedT]):
         except (OSError, ValueError):
             return []
 
-    def seconds(self) -> list[float]:
-        """Return the seconds of whole epochs."""
-        try:
-            return [json.loads(line) for line in (self.path / "times.jsonl").read_text().splitlines()]
-        except (OSError, ValueError):
-            return []
+    def costs(self) -> dict[str, Any]:
+        """Return the ``seconds`` of whole epochs and the bytes of ``memory`` that the run needs, as far as known."""
+        return {"seconds": [], "memory": None, **(read_json(self.path / "costs.json") or {})}
+
+    # ---- after
+
+    def finish(self, result: dict[str, Any], best: dict[str, Any] | None) -> None:
+        """Write the results, and delete the checkpoint."""
+        if best is not None:
+            write_tensors(self.path / "best.pt", best)
+        write(self.path / "result.json", _json({**result, "sha256": self._hash(result)}))
+        (self.path / "checkpoint.pt").unlink(missing_ok=True)
+
+    def result(self) -> dict[str, Any] | None:
+        """Return the results, or ``None`` unless they and their metrics are there unharmed."""
+        found = read_json(self.path / "result.json")
+        if found is None or not (self.path / "metrics.jsonl").exists() or found.pop("sha256", "") != self._hash(found):
+            return None
+        return found
+
+    def _hash(self, result: dict[str, Any]) -> str:
+        return hashlib.sha256(_json(result) + (self.path / "metrics.jsonl").read_bytes()).hexdigest()
 
 
 # ---- the folder of all runs
@@ -191,7 +140,6 @@ def claim(out: Path) -> None:
     mine = {"format": FORMAT, "version": bln.__version__}
     found = read_json(out / "version.json")
     if found is None:
-        out.mkdir(parents=True, exist_ok=True)
         write(out / "version.json", _json(mine))
     elif found != mine:
         raise RunError(
@@ -203,10 +151,23 @@ def claim(out: Path) -> None:
 # ---- files
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes out by a lock file; the lock goes with the process that holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another process works on {path.parent}; wait for it, or take another folder") from None
+        yield
+
+
 def write(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file and the folders it is in, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
@@ -250,49 +211,50 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def environment() -> dict[str, Any]:
-    """Return where numbers come from: versions, machine, commit, time."""
+def origin(device: torch.device) -> dict[str, Any]:
+    """Return where a run comes from: commit, versions, device, time."""
+    cpu = f"{_processor()}, {torch.get_num_threads()} threads"
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": platform.platform(),
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "commit": commit(),
+        "commit": _commit(),
+        "versions": {"bln": bln.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def origin(found: dict[str, Any]) -> dict[str, Any]:
-    """Return where a run comes from, as the table has it, of what :func:`environment` has found."""
-    return {
-        "commit": found["commit"],
-        "versions": {"bln": bln.__version__, "torch": found["torch"], "python": found["python"]},
-        "device": found["gpu"] or f"{found['processor']}, {found['threads']} threads",
-        "started": found["started"],
-    }
+@dataclass(frozen=True)
+class Estimate:
+    """What runs take on this machine.
 
+    Attributes:
+        seconds: Of all of them.
+        memory: Bytes of those that are in memory at once.
+        runs: How many there are.
+        measured: What was timed.
+    """
 
-def forecast(count: int, seconds: float, memory: int, measured: str) -> str:
-    """Return what ``count`` runs take, in a sentence."""
-    time = (
-        f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else (
-            f"{seconds / 3600:.1f} h"
+    seconds: float
+    memory: int
+    runs: int
+    measured: str
+
+    def text(self) -> str:
+        """Return one sentence."""
+        units = (self.seconds, "s", 100), (self.seconds / 60, "min", 100), (self.seconds / 3600, "h", math.inf)
+        time, unit = next((value, unit) for value, unit, most in units if value < most)
+        return (
+            f"{self.runs} runs, about {time:.{int(unit == 'h')}f} {unit} and {self.memory / 2**30:.2g} GiB, from a few "
+            f"steps of {self.measured} on this machine"
         )
-    )  # fmt: skip
-    return f"{count} runs, about {time} and {memory / 2**30:.2g} GiB, from a few steps of {measured} on this machine"
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    known = Path("/proc/cpuinfo")  # platform.processor() knows no model on Linux
+    model = re.search(r"model name\s*: (.*)", known.read_text()) if known.exists() else None
+    return model[1] if model else platform.machine()
 
 
-def commit() -> str | None:
+def _commit() -> str | None:
     """Return the commit this package runs from, if it runs from a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,12 +16,40 @@ from .tasks import Part
 Step = Callable[[Tensor, Tensor], None]
 """What is done with the inputs and targets of a mini-batch. On a GPU it must not wait for the device."""
 
+Work = Generator[float, None, Any]
+"""Training that pauses after some steps, so that other runs get their turn, and says how far it is."""
+
 _EAGER = 3
 """Steps done one operation at a time before one is captured: they compile kernels and allocate what stays."""
 
 
+class Replayed:
+    """A step without arguments; on a GPU it is captured as a CUDA graph after a few calls, and replayed from then on.
+
+    A capture executes nothing, so no step is done twice, and there is nothing to put back.
+    """
+
+    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
+        self._step, self._captured = step, captured(device)
+        self._eager = _EAGER
+        self._graph: Any = None
+
+    def __call__(self) -> None:
+        """Take the step."""
+        if self._eager or not self._captured:
+            self._eager -= self._eager > 0
+            self._step()
+            return
+        if self._graph is None:
+            self._graph = capture(self._step)
+        self._graph.replay()
+
+
 class Steps:
     """A step on each mini-batch of a part.
+
+    The step itself takes the next mini-batch from the part. Where it stands is on the device too, so a step that is
+    captured costs the host one launch. A smaller last mini-batch is not captured.
 
     Args:
         step: The step.
@@ -29,33 +59,12 @@ class Steps:
 
     def __init__(self, step: Step, part: Part, size: int) -> None:
         self.step, self.part, self.size = step, part, size
-
-    def __call__(self, order: Tensor | None = None) -> Iterator[float]:
-        """Go through the part in this order; after each step, the share of it that is done."""
-        batches = self.part.batches(self.size, order)
-        for number, (inputs, targets) in enumerate(batches, 1):
-            self.step(inputs, targets)
-            yield number / len(batches)
-
-
-class CapturedSteps(Steps):
-    """The same on a GPU: after a few steps one is captured as a CUDA graph, and replayed from then on.
-
-    A capture executes nothing, so no step is done twice, and there is nothing to put back. The graph itself takes the
-    next mini-batch from the part: where it stands is on the device too, and a step costs the host one launch. A smaller
-    last mini-batch is not captured.
-    """
-
-    def __init__(self, step: Step, part: Part, size: int) -> None:
-        super().__init__(step, part, size)
-        count = len(part.targets)
         # Rows that lie in memory as the images do, so that taking some of them keeps the layout.
         self._last = part.inputs.dim() == 4 and part.inputs.is_contiguous(memory_format=torch.channels_last)
         self._rows = part.inputs.movedim(1, -1) if self._last else part.inputs
-        self._natural = torch.arange(count, device=part.targets.device)
+        self._natural = torch.arange(len(part.targets), device=part.targets.device)
         self._order, self._next = self._natural.clone(), self._natural[:size].clone()
-        self._eager = _EAGER
-        self._graph: Any = None
+        self._advance = Replayed(self._whole, part.targets.device)
 
     def __call__(self, order: Tensor | None = None) -> Iterator[float]:
         """Go through the part in this order; after each step, the share of it that is done."""
@@ -69,17 +78,8 @@ class CapturedSteps(Steps):
             self.step(*self._take(self._order[-rest:]))
             yield 1.0
 
-    def _advance(self) -> None:
-        if self._eager:
-            self._eager -= 1
-            self._whole()
-            return
-        if self._graph is None:
-            self._graph = capture(self._whole)
-        self._graph.replay()
-
     def _whole(self) -> None:
-        """The step on the next mini-batch of the whole size, with nothing from the host."""
+        """Take the step on the next mini-batch of the whole size, with nothing from the host."""
         batch = self._take(self._order.index_select(0, self._next))
         self._next += self.size
         self.step(*batch)
@@ -89,13 +89,13 @@ class CapturedSteps(Steps):
         return inputs.movedim(-1, 1) if self._last else inputs, self.part.targets.index_select(0, index)
 
 
-def steps(step: Step, part: Part, size: int) -> Steps:
-    """Return a step on each mini-batch of a part, captured where it is on a GPU."""
-    return (CapturedSteps if part.targets.is_cuda else Steps)(step, part, size)
+def captured(device: torch.device) -> bool:
+    """Return whether steps become CUDA graphs there."""
+    return device.type == "cuda"
 
 
 def capture(function: Callable[[], None]) -> Any:
-    """A CUDA graph of what ``function`` does on the current stream, which must not be the default one.
+    """Return a CUDA graph of what ``function`` does on the current stream, which must not be the default one.
 
     The stream is the one it ran on before: cuBLAS has a workspace for each, and graphs that run side by side must not
     share one.
@@ -174,3 +174,18 @@ def step_bytes(step: Callable[[], None], net: nn.Module, other: int, device: tor
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         step()
     return 2 * weights + other + sum(kept.values())  # weights and their gradients
+
+
+def seconds_per_step(steps: Iterator[Any], device: torch.device, timed: int = 5) -> float:
+    """Return the mean time of a few steps, after those that compile and capture."""
+
+    def take(count: int) -> None:
+        for _ in itertools.islice(steps, count):
+            pass
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    take(_EAGER + 1 if captured(device) else 1)
+    begun = time.perf_counter()
+    take(timed)
+    return (time.perf_counter() - begun) / timed

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import data, models
+from . import data, models, packed
 from .norms import Norm
 
 VALIDATION = 5_000
@@ -49,38 +49,33 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return right.float().mean()
 
 
+@cache
+def cifar10(folder: Path) -> data.DataSet:
+    """CIFAR-10, from its publisher's files or, where that is a file, from packed ones."""
+    return packed.read(folder) if folder.is_file() else data.cifar10(folder)
+
+
+@cache
+def imdb(folder: Path) -> data.DataSet:
+    """IMDB: 20,000 words, 80 tokens."""
+    return data.imdb(folder)
+
+
 def split_cifar10(folder: Path, fraction: float, seed: int) -> Split:
     """CIFAR-10, each of the 3,072 inputs standardized over the training part."""
-    return _split_cifar10(_cifar10(folder), fraction, seed)
+    split = _split(cifar10(folder), fraction, seed)
+    deviation, mean = torch.std_mean(split.train.inputs.float(), 0, correction=0)
 
+    def standardized(part: Part) -> Part:
+        whole = (part.inputs.float() - mean) / deviation.clamp(min=1e-6)
+        return Part(whole.contiguous(memory_format=torch.channels_last), part.targets)  # the faster layout
 
-def _split_cifar10(found: data.CIFAR, fraction: float, seed: int) -> Split:
-    train, validation = _divide(len(found.train_images), fraction, seed)
-    images = found.train_images[train].float()
-    deviation, mean = torch.std_mean(images, 0, correction=0)
-
-    def standardized(images: Tensor) -> Tensor:
-        whole = (images.float() - mean) / deviation.clamp(min=1e-6)
-        return whole.contiguous(memory_format=torch.channels_last)  # the faster layout
-
-    order = _shuffled(len(found.test_images), seed)
-    return Split(
-        Part(standardized(images), found.train_labels[train]),
-        Part(standardized(found.train_images[validation]), found.train_labels[validation]),
-        Part(standardized(found.test_images[order]), found.test_labels[order]),
-    )
+    return Split(*map(standardized, split))
 
 
 def split_imdb(folder: Path, fraction: float, seed: int) -> Split:
-    """IMDB: 20,000 words, 80 tokens."""
-    found = _imdb(folder)
-    train, validation = _divide(len(found.train_tokens), fraction, seed)
-    order = _shuffled(len(found.test_tokens), seed)
-    return Split(
-        Part(found.train_tokens[train], found.train_labels[train].float()),
-        Part(found.train_tokens[validation], found.train_labels[validation].float()),
-        Part(found.test_tokens[order], found.test_labels[order].float()),
-    )
+    """IMDB, with targets as the loss of one logit takes them."""
+    return Split(*(Part(part.inputs, part.targets.float()) for part in _split(imdb(folder), fraction, seed)))
 
 
 def split_digits(folder: Path, fraction: float, seed: int) -> Split:
@@ -95,14 +90,14 @@ def split_digits(folder: Path, fraction: float, seed: int) -> Split:
     )
 
 
-@cache
-def _cifar10(folder: Path) -> data.CIFAR:
-    return data.cifar10(folder)
-
-
-@cache
-def _imdb(folder: Path) -> data.IMDB:
-    return data.imdb(folder)
+def _split(found: data.DataSet, fraction: float, seed: int) -> Split:
+    train, validation = _divide(len(found.train), fraction, seed)
+    order = _shuffled(len(found.test), seed)
+    return Split(
+        Part(found.train[train], found.train_labels[train]),
+        Part(found.train[validation], found.train_labels[validation]),
+        Part(found.test[order], found.test_labels[order]),
+    )
 
 
 def _shuffled(count: int, seed: int) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain, repeat, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import bln
 
 from .norms import norm
 from .runs import RunError, RunFolder, Settings
-from .steps import Steps, lane, step_bytes, steps
+from .steps import Steps, Work, lane, seconds_per_step, step_bytes
 from .tasks import TASKS, Part, Task, accuracy
 
 Tick = Callable[[float], None]
@@ -40,42 +42,38 @@ def train_together(
     On a GPU each works on a stream of its own, and their small kernels run side by side. Runs share nothing: one that
     cannot go on, or stands at another epoch, does not matter to the others, and the numbers are those of a run alone.
     """
-    lives = {each: _life(each, out, data_dir, device) for each in group}
-    alone = len(lives) == 1 and device.type == "cpu"
-    lanes = {each: nullcontext if alone else lane(device) for each in lives}
+    works = {each: _work(each, out, data_dir, device) for each in group}
+    alone = len(works) == 1 and device.type == "cpu"
+    lanes = {each: nullcontext if alone else lane(device) for each in works}
     done = dict.fromkeys(group, 0.0)
     ended: dict[Settings, str | RunError] = {}
     told = -math.inf
     try:
-        while lives:
-            for each, life in list(lives.items()):
+        while works:
+            for each, work in list(works.items()):
                 try:
                     with lanes[each]():
-                        done[each] = next(life)
+                        done[each] = next(work)
                     continue
                 except StopIteration as end:
                     ended[each] = end.value
                 except RunError as error:
                     ended[each] = error
-                del lives[each]
+                del works[each]
                 done[each] = 1.0
             if time.monotonic() - told > 0.2:
                 tick(sum(done.values()) / len(done))
                 told = time.monotonic()
     finally:
-        for life in lives.values():
-            life.close()
+        for work in works.values():
+            work.close()
     return [ended[each] for each in group]
 
 
-Life = Generator[float, None, Any]
-"""Work of a run that pauses after each step and yields the share that is done."""
-
-
-def _life(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Life:
+def _work(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Work:
     folder = RunFolder(out, settings)
     with folder.locked():
-        folder.prepare()
+        folder.prepare(device)
         found = folder.result()
         if found is None:
             found = yield from _Training(settings, folder, data_dir, device).run()
@@ -85,7 +83,7 @@ def _life(settings: Settings, out: Path, data_dir: Path, device: torch.device) -
 class _Training:
     """The training of one run. Others work while it pauses, so global state must be set anew for each step."""
 
-    def __init__(self, settings: Settings, folder: RunFolder[Settings], data_dir: Path, device: torch.device) -> None:
+    def __init__(self, settings: Settings, folder: RunFolder, data_dir: Path, device: torch.device) -> None:
         self.settings, self.folder, self.device = settings, folder, device
         self.task: Task = TASKS[settings.task]
         self.split = self.task.split(data_dir, settings.fraction, settings.seed)
@@ -98,21 +96,18 @@ class _Training:
         )
         self.total = torch.zeros(2, device=device)
         self.metrics: list[dict[str, Any]] = []
-        self.seconds: list[float] = []
+        self.costs: dict[str, Any] = {"seconds": [], "memory": None}
         self.best: dict[str, Any] | None = None
         self.best_epoch: int | None = None
-        self.memory: int | None = None
 
-    def run(self) -> Life:
+    def run(self) -> Work:
         self.resume()
         training, validation = (part.to(self.device) for part in (self.split.train, self.split.validation))
         size = self.settings.batch_size
-        fit, evaluate = steps(self.fit, training, size), steps(self.evaluate, validation, size)
-        board = _board(self.folder.path, self.metrics)
+        fit, evaluate = Steps(self.fit, training, size), Steps(self.evaluate, validation, size)
+        board = _board(self.folder.path, len(self.metrics))
         while len(self.metrics) < self.settings.epochs and not self.diverged():
             yield from self.epoch(fit, evaluate)
-            if self.memory is not None:
-                self.folder.note_memory(self.memory)
             for name, value in self.metrics[-1].items():
                 if name != "epoch" and value is not None:
                     board.add_scalar(name, value, len(self.metrics))
@@ -129,10 +124,10 @@ class _Training:
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:  # the checkpoint may come from another device
             group["capturable"] = self.optimizer.defaults["capturable"]
-        self.metrics, self.seconds = state["metrics"], state["seconds"]
+        self.metrics, self.costs = state["metrics"], state["costs"]
         self.best, self.best_epoch = state["best"], state["best_epoch"]
 
-    def epoch(self, fit: Steps, evaluate: Steps) -> Life:
+    def epoch(self, fit: Steps, evaluate: Steps) -> Work:
         begun, number = time.perf_counter(), len(self.metrics) + 1
         # What is drawn depends on seed and epoch alone, so that a run that was interrupted draws the same.
         torch.manual_seed(self.settings.seed * 10_007 + number)
@@ -147,20 +142,20 @@ class _Training:
         line = (number, train_loss, train_accuracy, validation_loss, validation_accuracy)
         names = ("epoch", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
         self.metrics.append(dict(zip(names, map(_finite, line), strict=True)))
-        self.seconds.append(round(time.perf_counter() - begun, 3))
+        self.costs["seconds"].append(round(time.perf_counter() - begun, 3))
 
         losses = [line["validation_loss"] for line in self.metrics]
         known = [loss for loss in losses if loss is not None]
         if known and losses[-1] == min(known) and not self.diverged():
             self.best_epoch = number
-            self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
+            self.best = copy.deepcopy(self.model.state_dict())
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "best": self.best,
             "best_epoch": self.best_epoch,
         }
-        self.folder.save(state, self.metrics, self.seconds)
+        self.folder.save(state, self.metrics, self.costs)
 
     def order(self, count: int) -> Tensor | None:
         """The paper's mini-batches are drawn once, and come in the same order each epoch; clean ones are drawn anew."""
@@ -168,10 +163,10 @@ class _Training:
 
     def fit(self, inputs: Tensor, targets: Tensor) -> None:
         """A step of training; the first one says what memory a run needs."""
-        if self.memory is None:
+        if self.costs["memory"] is None:
             averages = 0 if self.device.type == "cuda" else 2 * sum(each.nbytes for each in self.model.parameters())
             step = partial(self._fit, inputs, targets)
-            self.memory = step_bytes(step, self.model, averages, self.device)  # a GPU's first step allocates them
+            self.costs["memory"] = step_bytes(step, self.model, averages, self.device)  # a GPU's step allocates them
         else:
             self._fit(inputs, targets)
 
@@ -202,7 +197,7 @@ class _Training:
     def diverged(self) -> bool:
         return bool(self.metrics) and self.metrics[-1]["train_loss"] is None
 
-    def judge(self, validation: Part) -> Life:
+    def judge(self, validation: Part) -> Work:
         """Test the weights of the best epoch; with BLN, in the configuration that validates best."""
         result: dict[str, Any] = {
             "status": "diverged" if self.diverged() else "finished",
@@ -218,7 +213,7 @@ class _Training:
         size = self.settings.batch_size
         test = self.split.test.to(self.device)
         if not bln.layers(self.model):  # nothing depends on the batch, so take large ones
-            result["test"] = _score((yield from self.over(steps(self.evaluate, test, 250))))
+            result["test"] = _score((yield from self.over(Steps(self.evaluate, test, 250))))
             return result
         found = self.configurations(validation)
         result["chosen"] = min(found, key=lambda config: (found[config][0] is None, found[config]))
@@ -228,8 +223,8 @@ class _Training:
             result["test"] = _score(result["configurations"]["test"][result["chosen"]])
         else:
             bln.configure(self.model, result["chosen"])
-            result["test"] = _score((yield from self.over(steps(self.evaluate, test, size))))
-        self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
+            result["test"] = _score((yield from self.over(Steps(self.evaluate, test, size))))
+        self.best = copy.deepcopy(self.model.state_dict())
         return result
 
     def configurations(self, part: Part) -> dict[str, tuple[float | None, float | None]]:
@@ -240,14 +235,10 @@ class _Training:
 
 
 class Cost(NamedTuple):
-    """The cost of a run: seconds for an epoch of training, and bytes."""
+    """What a run takes: seconds for an epoch of training, and bytes."""
 
     epoch: float
     memory: int
-
-
-_WARM, _TIMED = 4, 5
-"""Steps left to compilation and capture, and steps that are timed."""
 
 
 def measure(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Cost:
@@ -255,22 +246,10 @@ def measure(settings: Settings, out: Path, data_dir: Path, device: torch.device)
     with lane(device)():
         run = _Training(settings, RunFolder(out, settings), data_dir, device)
         run.model.train()
-        part = run.split.train.to(device)
-        each = steps(run.fit, part, settings.batch_size)()
-        shares = [share for share, _ in zip(each, range(_WARM), strict=False)]
-        _wait(device)
-        begun = time.perf_counter()
-        timed = len([share for share, _ in zip(each, range(_TIMED), strict=False)])
-        _wait(device)
-    if not timed:  # an epoch is over before
-        return Cost(0.0, run.memory or 0)
-    each.close()  # type: ignore[attr-defined]
-    return Cost((time.perf_counter() - begun) / timed / shares[0], run.memory or 0)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        fit = Steps(run.fit, run.split.train.to(device), settings.batch_size)
+        epochs: Iterable[Iterable[float]] = starmap(fit, repeat(()))
+        step = seconds_per_step(chain.from_iterable(epochs), device)
+        return Cost(step * math.ceil(len(fit.part.targets) / fit.size), run.costs["memory"])
 
 
 def _finite(value: float) -> float | None:
@@ -281,16 +260,8 @@ def _score(pair: Sequence[float | None]) -> dict[str, float | None]:
     return dict(zip(("loss", "accuracy"), pair, strict=True))
 
 
-def _board(path: Path, metrics: list[dict[str, Any]]) -> Any:
-    """TensorBoard's file of this run, written anew up to here: what it held may be half a line."""
+def _board(path: Path, epochs: int) -> Any:
+    """TensorBoard's file of this run, from the next epoch on."""
     from torch.utils.tensorboard import SummaryWriter
 
-    place = path / "tensorboard"
-    for stray in place.glob("events.*"):
-        stray.unlink()
-    writer = SummaryWriter(str(place))
-    for line in metrics:
-        for name, value in line.items():
-            if name != "epoch" and value is not None:
-                writer.add_scalar(name, value, line["epoch"])
-    return writer
+    return SummaryWriter(str(path / "tensorboard"), purge_step=epochs + 1)

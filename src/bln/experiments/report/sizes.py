@@ -276,7 +276,7 @@ def read(path: Path) -> list[Results]:
     try:
         kinds: dict[tuple[str, int, int], list[Row]] = {}
         for row in table_of_runs.read(path):
-            if row["task"] in TASKS:
+            if row["task"] in WORDS:
                 study.key(row)
                 kinds.setdefault((row["task"], row["samples"], row["epochs"]), []).append(row)
     except (KeyError, TypeError) as error:

@@ -79,13 +79,14 @@ def compare(net: nn.Module, conditions: Sequence[tuple[str, str, Tensor, Tensor]
         net: With BLN layers, in ``eval()`` and with population statistics.
         conditions: Corruption, arrangement, inputs in their order of arrival, and labels.
     """
+    sizes = [size for size in SIZES if size <= len(conditions[0][3])]
     kinds: dict[tuple[int, str], list[Tensor]] = {}
     for corruption, arrangement, inputs, labels in conditions:
-        for size in SIZES:
+        for size in sizes:
             about = {"corruption": corruption, "arrangement": arrangement, "size": size}
             yield {**about, **chosen(net, inputs, labels, size)}
             kinds.setdefault((size, arrangement), []).append(signs(net, inputs, size))
-    for size in SIZES:
+    for size in sizes:
         both = [torch.cat(kinds[size, arrangement]) for arrangement in ("sorted", "shuffled")]
         found = {name: round(separation(*(each[:, at] for each in both)), 4) for at, name in enumerate(SIGNS)}
         yield {"size": size, "separation": found}

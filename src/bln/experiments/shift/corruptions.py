@@ -314,22 +314,11 @@ def _plasma(count: int, size: int, decay: float, rng: np.random.Generator) -> Im
 
 def _sample(x: Images, rows: NDArray[np.float64], columns: NDArray[np.float64]) -> Images:
     """Interpolate images linearly at these places ``(N, H, W)``, mirrored at the edges."""
-    last = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
-    size = x.shape[2]
-    which = np.arange(len(x))[:, None, None]
 
-    def mirrored(place: NDArray[np.int64]) -> Any:
-        place = np.abs(place) % (2 * size - 2)
-        return np.minimum(place, 2 * size - 2 - place)
+    def moved(image: Images, *places: NDArray[np.float64]) -> Images:
+        return [scipy.ndimage.map_coordinates(channel, places, order=1, mode="mirror") for channel in image]
 
-    up, left = np.floor(rows).astype(int), np.floor(columns).astype(int)
-    total = np.zeros_like(last)
-    for below in (0, 1):
-        for beside in (0, 1):
-            share = (rows - up if below else 1 - rows + up) * (columns - left if beside else 1 - columns + left)
-            pixels = last[which, mirrored(up + below), mirrored(left + beside)]
-            total += share[..., None].astype(np.float32) * pixels
-    return total.transpose(0, 3, 1, 2)
+    return np.stack([moved(*each) for each in zip(x, rows, columns, strict=True)])
 
 
 def _by_pillow(x: Images, change: Callable[[Image.Image], Image.Image]) -> Images:

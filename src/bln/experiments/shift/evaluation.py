@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import bln
-
-from ... import formula
-from ..._backends import coefficients
-from ...formula import Moments, Statistics
-from ...layer import BatchLayerNorm
-from .training import standardize
 
 CONFIGURATIONS = {"T": "TTFF", "64": "64 64 F F", "16": "16 16 F F", "4": "4 4 F F", "F": "FFFF"}
 """Batch statistics of the population, shrunk towards it, or of the request; a sample's own feature statistics."""
@@ -36,18 +28,17 @@ def arrange(labels: Tensor, arrangement: str, seed: int) -> Tensor:
 
 @torch.no_grad()
 def accuracies(
-    net: nn.Module, images: Tensor, labels: Tensor, sizes: Sequence[int], configurations: Mapping[str, str]
+    net: nn.Module, inputs: Tensor, labels: Tensor, sizes: Sequence[int], configurations: Mapping[str, str]
 ) -> dict[str, list[float]]:
     """The accuracy in each configuration at each request size; one number where requests do not matter.
 
     Args:
         net: In ``eval()``; it is left as it was. Without BLN layers it has one accuracy, named ``net``.
-        images: In uint8, in the order of arrival. Each request takes the next ones; the last may be smaller.
+        inputs: In the order of arrival. Each request takes the next ones; the last may be smaller.
         labels: Theirs.
         sizes: Images in a request.
         configurations: By the name under which they are returned.
     """
-    inputs = standardize(images)
     layers = bln.layers(net)
     if not layers:
         return {"net": [_share(torch.cat([net(part) for part in torch.split(inputs, _TOGETHER)]), labels)]}
@@ -65,50 +56,12 @@ def accuracies(
 
 def answers(net: nn.Module, inputs: Tensor, size: int) -> Tensor:
     """Return the net's answers to requests of this size, as if each went through it alone."""
-    if not all(map(_is_plain, bln.layers(net).values())):
-        return torch.cat([net(request) for request in torch.split(inputs, size)])
-    whole = len(inputs) // size * size
-    step = max(1, _TOGETHER // size) * size
-    outputs = []
-    for start in range(0, whole, step):
-        with _by_request(net, size):
-            outputs.append(net(inputs[start : min(start + step, whole)]))
-    if whole < len(inputs):
-        outputs.append(net(inputs[whole:]))
+    whole = len(inputs) // size * size if size < _TOGETHER else 0
+    outputs = [net(request) for request in torch.split(inputs[whole:], size)] if whole < len(inputs) else []
+    if whole:
+        requests = inputs[:whole].reshape(-1, size, *inputs.shape[1:])
+        outputs.insert(0, torch.vmap(net, chunk_size=max(1, _TOGETHER // size))(requests).flatten(0, 1))
     return torch.cat(outputs)
-
-
-def _is_plain(layer: BatchLayerNorm) -> bool:
-    """Whether a layer is of the grouped form with nothing added, so that requests can share a pass."""
-    added = layer.activation is not None or layer.memory is not None
-    return layer.groups is not None and not layer.per_position and not added
-
-
-@contextmanager
-def _by_request(net: nn.Module, size: int) -> Iterator[None]:
-    """Make each BLN layer take batch statistics over every ``size`` samples of its input."""
-    layers = bln.layers(net).values()
-    try:
-        for layer in layers:
-            layer.forward = partial(_forward, layer, size)  # type: ignore[method-assign]
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
-
-
-def _forward(layer: BatchLayerNorm, size: int, x: Tensor) -> Tensor:
-    """The grouped layer's inference, by its coefficient form."""
-    assert layer.groups is not None
-    moments = coefficients.measure(x, None, 1)
-    mean, var = (value.reshape(-1, size, value.shape[1]).movedim(1, 0) for value in moments[:2])
-    batch = formula.batch_statistics(torch, Moments(mean, var, torch.ones_like(mean[..., :1])))  # (requests, C)
-    feature = coefficients.feature_statistics(moments, layer.groups)
-    current = Statistics(*batch, *feature, mean.new_full((), 1 / size))
-    s = formula.choose(layer.config, current, layer.population.statistics((), size))
-    each = [v.repeat_interleave(size, 0) if v.dim() == 2 else v for v in (s.batch_mean, s.batch_var)]
-    s = s._replace(batch_mean=each[0], batch_var=each[1])
-    return coefficients.apply(x, s, layer.weight, layer.bias, None, 1, layer.spec)
 
 
 def _share(outputs: Tensor, labels: Tensor) -> float:

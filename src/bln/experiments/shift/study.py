@@ -1,48 +1,45 @@
 """The whole study: corrupted images, nets, answers, and one file of results.
 
-    corrupted/          images by corruption and severity
-    runs/NET/           a folder for each net, see ``bln.experiments.runs``
-    answers/NET.jsonl   a line for each condition that the net was asked under, the settings first
-    choices/NET.jsonl   a line for each prior that was chosen without labels
-    runs.jsonl          the results: a line for each net, with its answers and choices
+    checkpoints/         nets under way
+    nets/NET.pt          a trained net and its line of the table, as far as training goes
+    answers/NET.json     what it answered under each condition, and the priors that were chosen without labels
+    runs.jsonl           the results: a line for each net, with its answers and choices
 
 Whatever is there is not done again.
 """
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
 import time
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import bln
 
-from .. import data, runs, table
-from ..norms import norm
-from ..runs import RunError, RunFolder
+from .. import runs, table
+from ..data import DataSet
+from ..processes import side_by_side
+from ..runs import RunError
+from ..sizes import study as sizes
+from ..sizes.tasks import TASKS, load
+from ..sizes.training import Run, Training, finish, split
+from ..table import Row
 from ..tasks import Part
 from . import choice, corruptions
 from .evaluation import CONFIGURATIONS, SIZES, accuracies, arrange
-from .training import Recipe, held_out, standardize, train
 
-FORMAT = 1
-"""Bump when older answers or images can no longer be used."""
+CPU = torch.device("cpu")
 NORMS = ("bn", "bln-grouped", "gn", "ln")
 SORTED_AT = 3
 """The severity at which requests come sorted by label, too."""
-TRAINING = 0.3
-"""About the share of a net's time that is training."""
+TRAINING, CHOOSING = 0.3, 0.1
+"""About the shares of a net's time that are training and choosing priors."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +69,15 @@ class Condition(NamedTuple):
     arrangement: str
 
 
-Progress = Callable[[float, str], None]
-"""Called with the number of nets done, fractions included, and what is under way."""
+Tick = Callable[[float, str], None]
+"""Called with the share of a net that is done, and what is under way."""
 
 
-def plan(norms: Sequence[str] | None = None, seeds: int = 3, epochs: int | None = None) -> list[Recipe]:
+def plan(norms: Sequence[str] | None = None, seeds: int | None = None, epochs: int | None = None) -> list[Run]:
     """Return the nets of the study, seed by seed."""
-    for name in norms or ():
-        norm(name)
-    for what, value in (("seeds", seeds), ("epochs", epochs)):
-        if value is not None and value < 1:
-            raise ValueError(f"{what} must be at least 1, got {value}")
-    found = [Recipe(name, seed) for seed, name in itertools.product(range(seeds), norms or NORMS)]
-    return found if epochs is None else [replace(each, epochs=epochs) for each in found]
+    cells = sizes.plan("shift", norms=norms or NORMS, seeds=seeds, epochs=epochs)
+    rate = TASKS["shift"].learning_rate
+    return [run for seed in range(cells[0].seeds) for cell in cells for run in cell.runs([rate], [seed])]
 
 
 def conditions(questions: Questions, sorted_too: bool) -> list[Condition]:
@@ -101,65 +94,99 @@ def conditions(questions: Questions, sorted_too: bool) -> list[Condition]:
 
 
 def study(
-    recipes: Sequence[Recipe],
+    nets: Sequence[Run],
     questions: Questions,
     out: Path,
     data_dir: Path,
     *,
     workers: int = 1,
-    progress: Progress = lambda done, text: None,
+    progress: Tick = lambda done, text: None,
 ) -> Path:
     """Bring the study to its end, from wherever its folder stands, and return its table."""
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    _cifar10(data_dir)
-    seeds = sorted({recipe.seed for recipe in recipes})
-    wanted = [(each, seed) for seed in seeds for each in conditions(questions, False) if each.severity]
-    for number, (each, seed) in enumerate(wanted):
-        progress(0, f"corrupting images, {number} of {len(wanted)}")
-        images(each, questions, seed, out, data_dir)
-    if workers == 1:
-        for number, recipe in enumerate(recipes):
+    load("shift", data_dir, CPU)  # refuse missing data before processes begin
 
-            def tick(done: float, text: str, number: int = number) -> None:
-                progress(number + done, text)
+    rows: list[Row] = []
 
-            ask(recipe, questions, out, data_dir, tick)
-    else:
-        from joblib import Parallel, delayed
+    def tick(done: float, text: str) -> None:
+        progress(len(rows) + done, text)
 
-        threads = max(1, torch.get_num_threads() // workers)
-        parallel = Parallel(n_jobs=workers, backend="loky", batch_size=1, return_as="generator_unordered")
-        done = parallel(delayed(_ask_alone)(recipe, questions, out, data_dir, threads) for recipe in recipes)
-        progress(0, f"{workers} nets at a time")
-        for number, name in enumerate(done, 1):
-            progress(number, f"{name} finished")
-    return collect(recipes, questions, out)
+    with runs.locked(out / "lock"):
+        alone = (ask(run, questions, out, data_dir, tick) for run in nets)
+        several = side_by_side(ask, ((run, questions, out, data_dir) for run in nets), workers)
+        for row in several if workers > 1 else alone:
+            rows.append(row)
+            progress(len(rows), f"{len(rows)} of {len(nets)} nets finished")
+    rows.sort(key=lambda row: nets.index(sizes.key(row)))
+    return table.write(out / table.NAME, rows)
 
 
-def ask(recipe: Recipe, questions: Questions, out: Path, data_dir: Path, tick: Progress) -> None:
-    """Train a net and ask it under all conditions."""
-    tick(0, f"{recipe.name}, training")
-    net = train(recipe, out, _cifar10(data_dir), lambda done: tick(TRAINING * done, f"{recipe.name}, training"))
+def ask(run: Run, questions: Questions, out: Path, data_dir: Path, tick: Tick = lambda done, text: None) -> Row:
+    """Train a net, ask it under all conditions, choose priors for it, and return its line of the table."""
+    net, row = train(run, out, data_dir, lambda done: tick(TRAINING * done, f"{run.name}, training"))
     net = with_bln(net)
-    with RunFolder(out, recipe).locked():
-        path = out / "answers" / f"{recipe.name}.jsonl"
-        lines = _answers(path, recipe, questions)
-        known = {_condition(line) for line in lines}
-        wanted = conditions(questions, bool(bln.layers(net)))
-        for number, condition in enumerate(wanted):
-            tick(TRAINING + (1 - TRAINING) * number / len(wanted), f"{recipe.name}, {condition.corruption}")
-            if condition in known:
-                continue
-            begun = time.perf_counter()
-            part = images(condition, questions, recipe.seed, out, data_dir)
-            order = arrange(part.targets, condition.arrangement, recipe.seed)
-            sizes = asked_sizes(questions.sizes, condition.arrangement)
-            found = accuracies(net, part.inputs[order], part.targets[order], sizes, CONFIGURATIONS)
-            rounded = {name: [round(value, 4) for value in values] for name, values in found.items()}
-            seconds = round(time.perf_counter() - begun, 1)
-            lines.append({**condition._asdict(), "accuracy": rounded, "seconds": seconds})
-            runs.write(path, _lines([_header(recipe, questions), *lines]))
+    cifar = load("shift", data_dir, CPU)
+    prepare = TASKS["shift"].inputs(cifar.train).plain
+
+    def arranged(condition: Condition) -> tuple[Tensor, Tensor]:
+        part = images(condition, questions, run, cifar)
+        order = arrange(part.targets, condition.arrangement, run.seed)
+        return prepare(part.inputs[order, None]), part.targets[order]
+
+    path = out / "answers" / f"{run.name}.json"
+    asked = {"configurations": CONFIGURATIONS, "images": questions.images, "sizes": list(questions.sizes)}
+    known = runs.read_json(path) or {"asked": asked, "answers": [], "choices": []}
+    if known["asked"] != asked:
+        raise RunError(f"{path} has answers to other questions; take another --out, or delete that file")
+    answered = {_condition(line) for line in known["answers"]}
+    wanted = conditions(questions, bool(bln.layers(net)))
+    for number, condition in enumerate(wanted):
+        share = TRAINING + (1 - TRAINING - CHOOSING) * number / len(wanted)
+        tick(share, f"{run.name}, {condition.corruption}")
+        if condition in answered:
+            continue
+        begun = time.perf_counter()
+        request_sizes = asked_sizes(questions.sizes, condition.arrangement)
+        found = accuracies(net, *arranged(condition), request_sizes, CONFIGURATIONS)
+        accuracy = {name: [round(value, 4) for value in values] for name, values in found.items()}
+        seconds = round(time.perf_counter() - begun, 1)
+        known["answers"].append({**condition._asdict(), "accuracy": accuracy, "seconds": seconds})
+        runs.write(path, json.dumps(known).encode())
+    if run.norm == "bn" and not known["choices"]:
+        tick(1 - CHOOSING, f"{run.name}, choosing priors")
+        given = [each for each in wanted if each.part == "test" and each.severity in (0, SORTED_AT)]
+        known["choices"] = list(
+            choice.compare(net, [(each.corruption, each.arrangement, *arranged(each)) for each in given])
+        )
+        runs.write(path, json.dumps(known).encode())
+    own = [line for line in known["answers"] if _condition(line) in wanted]
+    seconds = sum(line.pop("seconds") for line in own)
+    return {
+        **row,
+        "hours": float(f"{row['hours'] + seconds / 3600:.4g}"),
+        "questions": asdict(questions),
+        "configurations": CONFIGURATIONS,
+        "answers": own,
+        "choices": known["choices"],
+    }
+
+
+def train(
+    run: Run, out: Path, data_dir: Path, tick: Callable[[float], None] = lambda done: None
+) -> tuple[nn.Module, Row]:
+    """Return a trained net in ``eval()`` and its line of the table, from wherever its files stand."""
+    path = out / "nets" / f"{run.name}.pt"
+    found = runs.read_tensors(path, CPU)
+    if found is None:
+        training = Training([run], data_dir, CPU)
+        work = training.run(out / "checkpoints" / path.name)
+        (result,) = finish(work, lambda steps: tick(steps / run.steps))
+        found = {"net": training.net.state_dict(), "row": {**asdict(run), **result, **runs.origin(CPU)}}
+        runs.write_tensors(path, found)
+    net = TASKS["shift"].net(run.norm, 1)
+    net.load_state_dict(found["net"])
+    return net.eval(), found["row"]
 
 
 def with_bln(net: nn.Module) -> nn.Module:
@@ -174,144 +201,25 @@ def asked_sizes(sizes: Sequence[int], arrangement: str) -> list[int]:
     return [size for size in sizes if size > 1 or arrangement == "shuffled"]
 
 
-def images(condition: Condition, questions: Questions, seed: int, out: Path, data_dir: Path) -> Part:
-    """Return the images of a condition with their labels; corrupted ones are made once and kept."""
-    cifar = _cifar10(data_dir)
+def images(condition: Condition, questions: Questions, run: Run, cifar: DataSet) -> Part:
+    """Return the images that a net is asked about under a condition, with their labels."""
     count = questions.images
     if condition.part == "test":
-        start = seed * count
-        if start + count > len(cifar.test_images):
+        rows = torch.arange(run.seed * count, (run.seed + 1) * count)
+        if (run.seed + 1) * count > len(cifar.test):
             raise ValueError(
-                f"{seed + 1} seeds of {count:,} images each are more than the {len(cifar.test_images):,} of the test "
-                "set; take fewer --images"
+                f"{run.seed + 1} seeds of {count:,} images each are more than the {len(cifar.test):,} of the test set; "
+                "take fewer --images"
             )
-        clean = Part(cifar.test_images[start : start + count], cifar.test_labels[start : start + count])
+        clean = Part(cifar.test[rows], cifar.test_labels[rows])
     else:
-        clean = Part(*(each[:count] for each in held_out(cifar)))
+        rows = split(run, len(cifar.train))[1][:count]
+        clean = Part(cifar.train[rows], cifar.train_labels[rows])
     if not condition.severity:
         return clean
-    of = zlib.crc32(clean.inputs.numpy().tobytes())
-    name = f"{FORMAT}-{condition.part}-{condition.corruption}-{condition.severity}-{len(clean.inputs)}-{of:08x}.npy"
-    path = out / "corrupted" / name
-    kept = _kept(path, clean.inputs)
-    if kept is None:
-        corrupted = corruptions.corrupt(clean.inputs.numpy(), condition.corruption, condition.severity)
-        buffer = io.BytesIO()
-        np.save(buffer, corrupted)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        runs.write(path, buffer.getvalue())
-        kept = torch.from_numpy(corrupted)
-    return clean._replace(inputs=kept)
-
-
-def collect(recipes: Sequence[Recipe], questions: Questions, out: Path) -> Path:
-    """Write the table of these nets, with all their answers and choices; returns its path."""
-    wanted = set(conditions(questions, True))
-    return table.write(out / table.NAME, [_row(recipe, questions, out, wanted) for recipe in recipes])
-
-
-def _row(recipe: Recipe, questions: Questions, out: Path, wanted: set[Condition]) -> table.Row:
-    folder = RunFolder(out, recipe)
-    found = _answers(out / "answers" / f"{recipe.name}.jsonl", recipe, questions)
-    answers = [line for line in found if _condition(line) in wanted]
-    seconds = sum(folder.seconds()) + sum(line.pop("seconds") for line in answers)
-    environment = (runs.read_json(folder.path / "settings.json") or {})["environment"]
-    return {
-        "task": "shift",
-        **asdict(recipe),
-        "status": "finished",
-        "hours": float(f"{seconds / 3600:.4g}"),
-        **runs.origin(environment),
-        "questions": asdict(questions),
-        "configurations": CONFIGURATIONS,
-        "answers": answers,
-        "choices": _choices(out, recipe),
-    }
-
-
-def _ask_alone(recipe: Recipe, questions: Questions, out: Path, data_dir: Path, threads: int) -> str:
-    torch.set_num_threads(threads)
-    ask(recipe, questions, out, data_dir, lambda done, text: None)
-    return recipe.name
-
-
-def _answers(path: Path, recipe: Recipe, questions: Questions) -> list[dict[str, Any]]:
-    """Return the answers in this file, to go on from."""
-    try:
-        header, *lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return []
-    except ValueError as error:
-        raise RunError(f"{path} is harmed: {error}; delete it, and the net is asked again") from None
-    if header != json.loads(json.dumps(_header(recipe, questions))):
-        raise RunError(
-            f"{path} has answers to other questions; take another --out, or delete that file: the net is not trained "
-            "again"
-        )
-    return lines
-
-
-def _header(recipe: Recipe, questions: Questions) -> dict[str, Any]:
-    """Return what all answers of a net have in common; severities may be added later."""
-    asked = {"configurations": CONFIGURATIONS, "images": questions.images, "sizes": questions.sizes}
-    return {"format": FORMAT, "recipe": asdict(recipe), "questions": asked}
+    corrupted = corruptions.corrupt(clean.inputs.numpy(), condition.corruption, condition.severity)
+    return clean._replace(inputs=torch.from_numpy(corrupted))
 
 
 def _condition(line: dict[str, Any]) -> Condition:
     return Condition(*(line[name] for name in Condition._fields))
-
-
-def _lines(lines: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
-
-
-def _kept(path: Path, like: Tensor) -> Tensor | None:
-    try:
-        with path.open("rb") as file:
-            found = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    good = found.shape == tuple(like.shape) and found.dtype == np.uint8
-    return torch.from_numpy(found) if good else None
-
-
-def choose(recipes: Sequence[Recipe], questions: Questions, out: Path, data_dir: Path, progress: Progress) -> Path:
-    """Choose priors without labels for the BatchNorm nets, and return the table with their choices in it.
-
-    A net whose choices are there is not asked again.
-    """
-    asked = [recipe for recipe in recipes if recipe.norm == "bn"]
-    for number, recipe in enumerate(asked):
-        if _choices(out, recipe):
-            continue
-        net = with_bln(train(recipe, out, _cifar10(data_dir)))
-        given = []
-        for each in conditions(questions, True):
-            if each.part == "test" and each.severity in (0, SORTED_AT):
-                part = images(each, questions, recipe.seed, out, data_dir)
-                order = arrange(part.targets, each.arrangement, recipe.seed)
-                given.append((each.corruption, each.arrangement, standardize(part.inputs[order]), part.targets[order]))
-        found = []
-        wanted = len(given) * len(choice.SIZES)
-        for done, line in enumerate(choice.compare(net, given)):
-            progress(number + min(1.0, done / wanted), f"{recipe.name}, choosing priors")
-            found.append(line)
-        path = _choices_path(out, recipe)
-        path.parent.mkdir(exist_ok=True)
-        runs.write(path, _lines(found))
-    return collect(recipes, questions, out)
-
-
-def _choices_path(out: Path, recipe: Recipe) -> Path:
-    return out / "choices" / f"{recipe.name}.jsonl"
-
-
-def _choices(out: Path, recipe: Recipe) -> list[dict[str, Any]]:
-    path = _choices_path(out, recipe)
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
-
-
-@cache
-def _cifar10(folder: Path) -> data.CIFAR:
-    return data.cifar10(folder)

@@ -58,13 +58,13 @@ class _Block(nn.Module):
 
 def together(make: Callable[[int], nn.Module], seeds: Sequence[int]) -> nn.Module:
     """Return a net of several runs, each with the weights that ``make(1)`` draws under its seed."""
-    drawn = []
+    alone = []
     with torch.random.fork_rng(devices=[]):
         for seed in seeds:
             torch.manual_seed(seed)
-            drawn.append(dict(make(1).named_parameters()))
+            alone.append(make(1).parameters())
         net = make(len(seeds))
     with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            parameter.copy_(torch.cat([each[name] for each in drawn]))
+        for parameter, *own in zip(net.parameters(), *alone, strict=True):
+            parameter.copy_(torch.cat(own))
     return net

@@ -8,26 +8,25 @@ A run that has its line is not made again, so the same command goes on where it 
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .. import runs, table
 from ..norms import GROUPS
-from ..runs import RunError
-from ..steps import lane
+from ..processes import side_by_side
+from ..runs import Estimate, locked
+from ..steps import Lane, lane
 from ..table import Row
 from . import training
 from .tasks import TASKS, load
-from .training import Cost, Run, Training
+from .training import Run, Training
 
 SEEDS_ALONE = 3
 """Seeds at batch size 1, where a run takes most steps, at most."""
@@ -65,12 +64,9 @@ class Cell:
         return [float(f"{factor * middle:.2g}") for factor in RATES]
 
     def runs(self, rates: Iterable[float], seeds: Iterable[int]) -> list[Run]:
-        """The runs of these learning rates and seeds."""
-        return [
-            Run(self.task, self.norm, self.batch_size, rate, seed, self.samples, self.epochs)
-            for rate in rates
-            for seed in seeds
-        ]
+        """Return the runs of these learning rates and seeds."""
+        given = self.task, self.norm, self.batch_size
+        return [Run(*given, rate, seed, self.samples, self.epochs) for rate in rates for seed in seeds]
 
     @property
     def tried(self) -> list[Run]:
@@ -101,7 +97,13 @@ def plan(
     come after them.
     """
     task = TASKS[name]
-    seeds, samples, epochs = seeds or task.seeds, samples or task.samples, epochs or task.epochs
+    seeds, samples, epochs = (
+        own if given is None else given
+        for given, own in ((seeds, task.seeds), (samples, task.samples), (epochs, task.epochs))
+    )
+    for what, number in (("seeds", seeds), ("samples", samples), ("epochs", epochs)):
+        if number < 1:
+            raise ValueError(f"{what} must be at least 1, got {number}")
     for norm in norms or ():
         if norm not in task.norms:
             raise ValueError(f"unknown normalizer {norm!r}; known here: {', '.join(task.norms)}")
@@ -120,12 +122,12 @@ def plan(
 
 
 def key(row: Row) -> Run:
-    """The run a line is of."""
+    """Return the run a line is of."""
     return Run(**{name: row[name] for name in Run.__dataclass_fields__})
 
 
 def best_rate(rows: Sequence[Row]) -> float:
-    """The learning rate with the highest accuracy on validation data, mean over the seeds all rates were tried on."""
+    """Return the rate with the highest accuracy on validation data, mean over the seeds all rates were tried on."""
     found: dict[float, dict[int, float]] = {}
     for row in rows:
         accuracy = row["curves"]["validation_accuracy"][-1] if row["status"] == "finished" else -math.inf
@@ -134,18 +136,15 @@ def best_rate(rows: Sequence[Row]) -> float:
     return max(found, key=lambda rate: sum(found[rate][seed] for seed in shared) / max(1, len(shared)))
 
 
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"another process works on {out}; wait for it, or take another --out") from None
-        yield
-
-
 # ---- the work
+
+
+class Place(NamedTuple):
+    """Where work is done: the folder of results, the one of data sets, and the device."""
+
+    out: Path
+    folder: Path
+    device: torch.device
 
 
 def study(
@@ -161,36 +160,26 @@ def study(
     """Bring the cells to their end, those that ``minutes`` allow, and return the table.
 
     On a GPU several cells train side by side in this process, elsewhere in processes of their own. What is cut off goes
-    on from its last whole epoch; processes end the cell they are at.
+    on from its last checkpoint; processes end the cell they are at.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     budget = Budget(minutes)
-    path = out / table.NAME
-    with _locked(out):
+    place, path = Place(out, folder, device), out / table.NAME
+    with locked(out / "lock"):
         known = {key(row): row for row in table.read(path)}
-        (out / "checkpoints").mkdir(exist_ok=True)
 
         def keep(rows: list[Row]) -> None:
-            known.update((key(row), row) for row in rows)
-            table.write(path, known.values())
+            if rows:
+                known.update((key(row), row) for row in rows)
+                table.write(path, known.values())
 
-        jobs = [(cell, _own(cell, known)) for cell in cells]
         if workers == 1 or device.type == "cuda":
             lanes = LANES if device.type == "cuda" else 1
-            _side_by_side(jobs, out, folder, device, keep, progress, lanes=lanes, budget=budget)
+            _in_lanes(cells, known, place, keep, progress, lanes=lanes, budget=budget)
         else:
-            from joblib import Parallel, delayed
-
-            parallel = Parallel(
-                n_jobs=workers, backend="loky", batch_size=1, pre_dispatch=workers, return_as="generator_unordered"
-            )
-            ended = parallel(
-                delayed(_process)(cell, rows, out, folder, device, threads(workers))
-                for cell, rows in jobs
-                if budget.left() > 0
-            )
-            for number, rows in enumerate(ended, 1):
+            jobs = ((cell, known, place) for cell in cells if budget.left() > 0)
+            for number, rows in enumerate(side_by_side(_alone, jobs, workers), 1):
                 keep(rows)
                 progress(number, f"{workers} at a time")
     return path
@@ -202,82 +191,48 @@ def unfinished(cells: Sequence[Cell], out: Path) -> int:
 
 
 def steps_left(cells: Sequence[Cell], out: Path) -> list[float]:
-    """Return the training steps that each of these cells still takes, over its runs."""
+    """Return the training steps that each of these cells still takes, over its nets."""
     known = {key(row): row for row in table.read(out / table.NAME)}
-    return [sum(_left(cell, known)) * cell.epochs * cell.samples / cell.batch_size for cell in cells]
+    return [_steps(cell, known) for cell in cells]
 
 
-def threads(workers: int) -> int:
-    """Return how many threads each of ``workers`` processes has on this machine."""
-    return max(1, (os.cpu_count() or 1) // workers)
-
-
-def _own(cell: Cell, known: dict[Run, Row]) -> dict[Run, Row]:
-    every = {*cell.tried, *cell.runs(cell.rates, range(cell.seeds))}
-    return {run: row for run, row in known.items() if run in every}
-
-
-def _process(cell: Cell, known: dict[Run, Row], out: Path, folder: Path, device: torch.device, count: int) -> list[Row]:
-    torch.set_num_threads(count)
+def _alone(cell: Cell, known: dict[Run, Row], place: Place) -> list[Row]:
     found: list[Row] = []
-    for _ in _work(cell, known, out, folder, device, found.extend):
-        pass
+    training.finish(_work(cell, known, place, found.extend))
     return found
 
 
-Work = Generator[float, None, None]
-
-
-def _work(cell: Cell, known: dict[Run, Row], out: Path, folder: Path, device: torch.device, keep: Keep) -> Work:
-    """Try the learning rates, then train what is left of the seeds with the best; says what share is done."""
-    known = dict(known)
+def _work(cell: Cell, known: dict[Run, Row], place: Place, keep: Keep) -> training.Work:
+    """Try the learning rates, then train what is left of the seeds with the best."""
+    found = {run: known[run] for run in cell.tried if run in known}
     tried = [run for run in cell.tried if run not in known]
-    first = yield from _scaled(_train(tried, cell.name + "-tried", out, folder, device), 0.5)
-    known.update(zip(tried, first, strict=True))
-    rate = best_rate([known[run] for run in cell.tried])
-    for run, row in zip(tried, first, strict=True):
-        if run.learning_rate != rate:
+    rows = yield from _train(tried, cell.name + "-tried", place)
+    found.update(zip(tried, rows, strict=True))
+    rate = best_rate(list(found.values()))
+    for row in rows:
+        if row["learning_rate"] != rate:
             row["test"] = None  # the test set is for the learning rate that was chosen
-    if first:
-        keep(first)
-    rest = [run for run in cell.runs([rate], range(cell.seeds)) if run not in known]
-    second = yield from _scaled(_train(rest, cell.name, out, folder, device), 0.5, 0.5)
-    if second:
-        keep(second)
+    keep(rows)
+    rest = [run for run in cell.runs([rate], range(cell.seeds)) if run not in known and run not in found]
+    keep((yield from _train(rest, cell.name, place)))
 
 
-def _scaled(work: training.Work, share: float, before: float = 0.0) -> Generator[float, None, list[Row]]:
-    try:
-        while True:
-            yield before + share * next(work)
-    except StopIteration as end:
-        rows: list[Row] = end.value
-        return rows
-    finally:
-        work.close()
-
-
-def _train(group: Sequence[Run], name: str, out: Path, folder: Path, device: torch.device) -> training.Work:
+def _train(group: Sequence[Run], name: str, place: Place) -> training.Work:
     """Train these runs, as one net where their task can, and return their lines."""
-    if not group:
-        return []
+    rows: list[Row] = []
     if len(group) > 1 and not TASKS[group[0].task].together:
-        each = []
-        for at, run in enumerate(group):
-            own = _train([run], f"{name}-{run.learning_rate:g}-seed{run.seed}", out, folder, device)
-            each += yield from _scaled(own, 1 / len(group), at / len(group))
-        return each
-    checkpoint = out / "checkpoints" / f"{name}-{len(group)}.pt"
-    found = yield from Training(group, folder, device).run(checkpoint)
-    finished = [at for at, each in enumerate(found) if each["status"] == "finished"]
-    rows = [
-        {**asdict(run), **each, "together": len(group), **runs.origin(runs.environment())}
-        for run, each in zip(group, found, strict=True)
-    ]
-    if 0 < len(finished) < len(group):  # BLN keeps no statistics of a mini-batch in which one run is not finite
-        again = yield from _train([group[at] for at in finished], name, out, folder, device)
-        for at, row in zip(finished, again, strict=True):
-            rows[at] = row
+        for run in group:
+            rows += yield from _train([run], f"{name}-{run.learning_rate:g}-seed{run.seed}", place)
+    elif group:
+        checkpoint = place.out / "checkpoints" / f"{name}-{len(group)}.pt"
+        found = yield from Training(group, place.folder, place.device).run(checkpoint)
+        more = {"together": len(group), **runs.origin(place.device)}
+        rows = [{**asdict(run), **each, **more} for run, each in zip(group, found, strict=True)]
+        finished = [at for at, row in enumerate(rows) if row["status"] == "finished"]
+        if 0 < len(finished) < len(group):  # BLN keeps no statistics of a mini-batch in which one run is not finite
+            again = yield from _train([group[at] for at in finished], name, place)
+            for at, row in zip(finished, again, strict=True):
+                rows[at] = row
     return rows
 
 
@@ -303,124 +258,95 @@ class Budget:
         return 0 < self.left() >= expected
 
 
-def _amount(cell: Cell, known: dict[Run, Row]) -> float:
-    """The work of a cell that is left, in units of a sample; a step costs about as much as 16 of them."""
-    nets = sum(math.ceil(count / cell.at_once) for count in _left(cell, known))
-    return nets * (cell.samples // cell.batch_size) * cell.epochs * (16 + cell.batch_size)
-
-
 LANES = 12
 """Nets that train side by side on a GPU."""
 
 
 @dataclass
 class _Lane:
-    """A cell under way."""
+    """A cell under way; its work is counted in samples, and a step costs about as much as 16 of them."""
 
-    work: Work
-    enter: Callable[[], Any]
+    cell: Cell
+    work: training.Work
+    enter: Lane
     amount: float
-    share: float = 0.0
-    since: float = 0.0
+    since: float
+    done: float = 0.0
 
 
-def _side_by_side(
-    jobs: Sequence[tuple[Cell, dict[Run, Row]]],
-    out: Path,
-    folder: Path,
-    device: torch.device,
+def _in_lanes(
+    cells: Sequence[Cell],
+    known: dict[Run, Row],
+    place: Place,
     keep: Keep,
     progress: Progress,
     *,
-    lanes: int = LANES,
+    lanes: int,
     budget: Budget,
 ) -> None:
     """Several cells in lanes of their own, some steps of each in turn."""
-    waiting = [(cell, rows, _amount(cell, rows)) for cell, rows in jobs]
-    active: dict[Cell, _Lane] = {}
+    waiting = {cell: _steps(cell, known) * (16 + cell.batch_size) for cell in cells}
+    active: list[_Lane] = []
     ended, told = 0, -math.inf
     try:
         while budget.left() > 0:
-            while len(active) < lanes and (job := next((job for job in waiting if budget.admits(job[2])), None)):
-                waiting.remove(job)
-                cell, rows, amount = job
-                work = _work(cell, rows, out, folder, device, keep)
-                active[cell] = _Lane(work, lane(device), amount, since=time.monotonic())
+            while len(active) < lanes and (cell := next(filter(lambda c: budget.admits(waiting[c]), waiting), None)):
+                work = _work(cell, known, place, keep)
+                active.append(_Lane(cell, work, lane(place.device), waiting.pop(cell), time.monotonic()))
             if not active:
                 return
-            for cell, each in list(active.items()):
+            for each in list(active):
                 with each.enter():
-                    share = next(each.work, None)
-                now = time.monotonic()
-                budget.note(((1.0 if share is None else share) - each.share) * each.amount, now - each.since)
-                each.share, each.since = 1.0 if share is None else share, now
-                if share is None:
+                    steps = next(each.work, None)
+                if steps is None:
                     ended += 1
-                    del active[cell]
+                    active.remove(each)
+                    continue
+                now, done = time.monotonic(), steps * (16 + each.cell.batch_size)
+                budget.note(done, now - each.since)
+                each.since, each.done = now, each.done + done
             if time.monotonic() - told > 0.5:
-                done = ended + sum(each.share for each in active.values())
-                names = (
-                    ", ".join(cell.name for cell in active) if len(active) < 2 else f"{len(active)} nets side by side"
-                )
-                progress(done, names)
+                name = active[0].cell.name if len(active) == 1 else f"{len(active)} nets side by side"
+                progress(ended + sum(min(1.0, each.done / each.amount) for each in active), name)
                 told = time.monotonic()
     finally:
-        for each in active.values():
+        for each in active:
             each.work.close()
 
 
 # ---- what it takes
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a study takes on this machine.
-
-    Attributes:
-        seconds: Of one net after the other; side by side on a GPU they take less.
-        memory: Bytes of the nets that are in memory at once.
-        runs: Trainings, those that choose learning rates included.
-        measured: Nets whose steps were timed.
-    """
-
-    seconds: float
-    memory: int
-    runs: int
-    measured: int
-
-    def text(self) -> str:
-        """One sentence."""
-        return runs.forecast(self.runs, self.seconds, self.memory, f"{self.measured} nets")
-
-
 def estimate(cells: Sequence[Cell], out: Path, folder: Path, device: torch.device, workers: int = 1) -> Estimate:
-    """Time a few steps of each norm at the smallest and the largest batch size; what lies between is interpolated."""
+    """Time a few steps of each norm at the smallest and the largest batch size; what lies between is interpolated.
+
+    The seconds are those of one net after the other; side by side on a GPU they take less.
+    """
     known = {key(row): row for row in table.read(out / table.NAME)}
-    left = {cell: _left(cell, known) for cell in cells}
-    cells = [cell for cell in cells if sum(left[cell])]
+    left = {cell: sum(_left(cell, known)) for cell in cells}
+    cells = [cell for cell in cells if left[cell]]
     seconds, memories, measured = 0.0, [], 0
     for norm in dict.fromkeys(cell.norm for cell in cells):
         own = sorted((cell for cell in cells if cell.norm == norm), key=lambda cell: cell.batch_size)
         ends = {cell.batch_size: cell for cell in (own[0], own[-1])}
         with lane(device)():  # a step is not captured outside of one
-            costs = {size: training.measure(cell.tried[: cell.at_once], folder, device) for size, cell in ends.items()}
+            costs = [training.measure(cell.tried[: cell.at_once], folder, device) for cell in ends.values()]
         measured += len(costs)
         for cell in own:
-            cost = _between(costs, cell.batch_size)
-            steps = cell.samples // cell.batch_size * cell.epochs
+            step, memory = (np.interp(cell.batch_size, [*ends], values) for values in zip(*costs, strict=True))
             # A forward pass takes about a third of a step, and evaluation has larger batches.
             seen = TASKS[cell.task].validation * cell.epochs + len(load(cell.task, folder, device).test)
-            once = cost.step * steps + seen * costs[own[-1].batch_size].step / own[-1].batch_size / 3
-            seconds += once * sum(max(1.0, count / cell.at_once) for count in left[cell] if count)
-            memories.append(cost.memory)
+            evaluation = seen * costs[-1].step / own[-1].batch_size / 3
+            seconds += step * _steps(cell, known) + evaluation * _nets(cell, known)
+            memories.append(int(memory))
     at_once = LANES if device.type == "cuda" else workers
     if device.type != "cuda":
         seconds /= min(workers, max(1, len(cells)))
-    return Estimate(seconds, sum(sorted(memories)[-at_once:]), sum(map(sum, left.values())), measured)
+    return Estimate(seconds, sum(sorted(memories)[-at_once:]), sum(left.values()), f"{measured} nets")
 
 
 def _left(cell: Cell, known: dict[Run, Row]) -> tuple[int, int]:
-    """How many runs there still are: to choose the learning rate, and then."""
+    """Return how many runs there still are: to choose the learning rate, and then."""
     tried = sum(run not in known for run in cell.tried)
     rest = cell.seeds - cell.tried_on
     if not tried:
@@ -429,8 +355,9 @@ def _left(cell: Cell, known: dict[Run, Row]) -> tuple[int, int]:
     return tried, rest
 
 
-def _between(costs: dict[int, Cost], size: int) -> Cost:
-    """A cost grows linearly with the batch size."""
-    (small, low), (large, high) = min(costs.items()), max(costs.items())
-    share = (size - small) / (large - small) if large > small else 0.0
-    return Cost(low.step + share * (high.step - low.step), round(low.memory + share * (high.memory - low.memory)))
+def _nets(cell: Cell, known: dict[Run, Row]) -> int:
+    return sum(math.ceil(count / cell.at_once) for count in _left(cell, known))
+
+
+def _steps(cell: Cell, known: dict[Run, Row]) -> int:
+    return _nets(cell, known) * (cell.samples // cell.batch_size) * cell.epochs

@@ -1,4 +1,4 @@
-"""The tasks of accuracy against batch size: data, net and recipe of each."""
+"""The tasks with an ordinary recipe: data, net and recipe of each. All but `shift` vary the batch size."""
 
 from __future__ import annotations
 
@@ -6,89 +6,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import data, packed
-from ..augment import Crops, cut
+from .. import data
+from ..augment import Pictures
+from ..data import DataSet
+from ..tasks import cifar10
+from ..tasks import imdb as every_review
 from . import nets
 from .transformer import transformer
 
 
-class Data(NamedTuple):
-    """Samples ``(N, ...)`` as they are stored, and their labels."""
-
-    train: Tensor
-    train_labels: Tensor
-    test: Tensor
-    test_labels: Tensor
-
-
-def cifar10(folder: Path) -> Data:
-    """CIFAR-10, from its publisher's files or, where that is a file, from packed ones."""
-    return Data(*(packed.read(folder) if folder.is_file() else data.cifar10(folder)))
-
-
-def digits(folder: Path) -> Data:
+def digits(folder: Path) -> DataSet:
     """scikit-learn's digits, which need no folder; the grey levels are 0 to 16."""
     found = data.digits()
     train = torch.cat([found.train_images, found.validation_images])
     labels = torch.cat([found.train_labels, found.validation_labels])
     levels = [(images * 16).to(torch.uint8) for images in (train, found.test_images)]
-    return Data(levels[0], labels, levels[1], found.test_labels)
+    return DataSet(levels[0], labels, levels[1], found.test_labels)
 
 
 TESTED = 2_500
 """Test reviews that are used."""
 
 
-def imdb(folder: Path) -> Data:
-    """IMDB, 20,000 words and 80 tokens, with the same part of the test reviews for every run."""
-    found = data.imdb(folder)
-    part = torch.randperm(len(found.test_tokens), generator=torch.Generator().manual_seed(0))[:TESTED]
-    return Data(found.train_tokens, found.train_labels, found.test_tokens[part], found.test_labels[part])
-
-
-class Inputs(Protocol):
-    """Makes what a net takes of samples as they are stored."""
-
-    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Draw how ``count`` training samples are varied in an epoch: tensors with a value for each sample."""
-
-    def varied(self, rows: Tensor, drawn: tuple[Tensor, ...]) -> Tensor:
-        """Return these rows of the training samples, varied. Rows are ``(N, runs)``."""
-
-    def plain(self, samples: Tensor) -> Tensor:
-        """Return samples ``(N, runs, ...)`` as the net takes them."""
-
-
-class Pictures:
-    """Images standardized over the training set; in training they are cropped and, if ``mirror``, mirrored."""
-
-    def __init__(self, images: Tensor, pad: int, mirror: bool) -> None:
-        self.pad, self.mirror = pad, mirror
-        self.height, self.width = images.shape[2:]
-        self.padded = F.pad(images, [pad] * 4)
-        self.deviation, self.mean = torch.std_mean(images.float(), (0, 2, 3), keepdim=True, correction=0)
-
-    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Draw crops."""
-        return Crops.draw(count, self.pad, self.mirror, generator)
-
-    def varied(self, rows: Tensor, drawn: tuple[Tensor, ...]) -> Tensor:
-        """Return crops of these rows."""
-        return self.plain(cut(self.padded, rows, Crops(*drawn), self.height, self.width))
-
-    def plain(self, samples: Tensor) -> Tensor:
-        """Return ``(N, runs * C, H, W)``."""
-        return ((samples.float() - self.mean) / self.deviation).flatten(1, 2)
+def imdb(folder: Path) -> DataSet:
+    """IMDB, with the same part of the test reviews for every run."""
+    found = every_review(folder)
+    part = torch.randperm(len(found.test), generator=torch.Generator().manual_seed(0))[:TESTED]
+    return found._replace(test=found.test[part], test_labels=found.test_labels[part])
 
 
 class Reviews:
-    """Tokens as they are; one run at a time."""
+    """Tokens as they are; one run at a time. The functions are those of `Pictures`."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -126,8 +78,8 @@ class Task:
         together: Whether the runs of a norm and batch size can be one net.
     """
 
-    load: Callable[[Path], Data]
-    inputs: Callable[[Tensor], Inputs]
+    load: Callable[[Path], DataSet]
+    inputs: Callable[[Tensor], Pictures | Reviews]
     net: Callable[[str, int], nn.Module]
     norms: tuple[str, ...]
     batch_sizes: tuple[int, ...]
@@ -155,6 +107,11 @@ TASKS = {
         norms=IMAGES, batch_sizes=(1, 4, 25), classes=10,
         samples=800, validation=359, epochs=3, learning_rate=0.025, seeds=8,
     ),
+    "shift": Task(
+        cifar10, partial(Pictures, pad=4, mirror=True), partial(nets.resnet, inputs=3, widths=(16, 32, 64), blocks=1),
+        norms=IMAGES, batch_sizes=(32,), classes=10,
+        samples=20_000, validation=1_000, epochs=8, learning_rate=0.003, seeds=3,
+    ),
     "transformer": Task(
         imdb, Reviews, transformer, norms=TOKENS, batch_sizes=(4, 32, 128), classes=2,
         samples=1_500, validation=1_000, epochs=3, learning_rate=0.006, seeds=3, tried_on=1, together=False,
@@ -163,6 +120,6 @@ TASKS = {
 
 
 @cache
-def load(task: str, folder: Path, device: torch.device) -> Data:
+def load(task: str, folder: Path, device: torch.device) -> DataSet:
     """Return the data of a task on a device."""
-    return Data(*(each.to(device) for each in TASKS[task].load(folder)))
+    return DataSet(*(each.to(device) for each in TASKS[task].load(folder)))

@@ -6,12 +6,12 @@ epoch's weights are tested, with its averages as population statistics.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import runs
 from ..norms import reset_statistics
-from ..steps import capture, step_bytes
+from ..steps import Replayed, seconds_per_step, step_bytes
 from . import nets
 from .tasks import TASKS, load
 
@@ -42,17 +42,14 @@ class Run:
     epochs: int
 
     @property
+    def name(self) -> str:
+        """The run's name, without its task."""
+        return f"{self.norm}-batch{self.batch_size}-{self.samples}-{self.epochs}-{self.learning_rate:g}-seed{self.seed}"
+
+    @property
     def steps(self) -> int:
         """Training steps: what is left of an epoch when the mini-batches are full is left out."""
         return self.samples // self.batch_size * self.epochs
-
-
-class Part(NamedTuple):
-    """The samples each run sees, one column for a run."""
-
-    samples: Tensor
-    labels: Tensor
-    rows: Tensor
 
 
 _BETAS, _EPS = (0.9, 0.999), 1e-8
@@ -61,7 +58,7 @@ _WARM, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25 / 1e4
 
 
 def one_cycle(steps: int) -> Tensor:
-    """The learning rate of each step as a share of the highest: up by a half cosine, and down by another."""
+    """Return the learning rate of each step as a share of the highest: up by a half cosine, and down by another."""
     at, top = torch.arange(steps, dtype=torch.float64), max(0.0, _WARM * steps - 1)
     up = (1 - torch.cos(math.pi * at / max(top, 1))) / 2
     down = (1 + torch.cos(math.pi * (at - top) / max(steps - 1 - top, 1))) / 2
@@ -105,11 +102,11 @@ class Adam:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the averages and the rates."""
+        """The bytes of averages and rates."""
         return sum(each.nbytes for each in (*self.means, *self.squares, *self.rates))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """Return what a checkpoint holds."""
         return {"means": self.means, "squares": self.squares, "at": self.at}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -119,13 +116,31 @@ class Adam:
             self.at.copy_(state["at"])
 
 
-_EAGER = 3
-"""Steps done one operation at a time before one is captured: they compile kernels and allocate what stays."""
 _TURN = 64
 """Samples of each run between two pauses, in which other nets get their turn."""
 
-Work = Generator[float, None, Any]
-"""Work that pauses now and then, and says what share of it is done."""
+Work = Generator[int, None, Any]
+"""Training that pauses now and then, and says how many steps it has taken since."""
+
+
+def finish(work: Work, tick: Callable[[int], None] = lambda steps: None) -> Any:
+    """Bring work to its end, tell how many steps it has taken, and return what it returns."""
+    steps = 0
+    while True:
+        try:
+            steps += next(work)
+        except StopIteration as end:
+            return end.value
+        tick(steps)
+
+
+def split(run: Run, known: int) -> tuple[Tensor, Tensor]:
+    """Return which of the known samples a run trains on, and which are held out, to choose the learning rate with."""
+    validation = TASKS[run.task].validation
+    if not 0 < run.samples <= known - validation:
+        raise ValueError(f"expected 1 to {known - validation:,} training samples, got {run.samples:,}")
+    order = torch.randperm(known, generator=torch.Generator().manual_seed(run.seed))
+    return order[validation:][: run.samples], order[:validation]
 
 
 class Training:
@@ -145,11 +160,11 @@ class Training:
         found = load(first.task, folder, device)
         self.size, self.count = first.batch_size, first.samples
         self.inputs, self.labels = self.task.inputs(found.train), found.train_labels
-        rows = [self._split(each.seed, len(found.train)) for each in group]
+        rows = [split(each, len(found.train)) for each in group]
         self.train, held_out = (torch.stack(part, 1).to(device) for part in zip(*rows, strict=True))
-        self.validation = Part(found.train, found.train_labels, held_out)
+        self.validation = found.train, found.train_labels, held_out
         test = torch.arange(len(found.test), device=device)[:, None].expand(-1, len(group))
-        self.test = Part(found.test, found.test_labels, test)
+        self.test = found.test, found.test_labels, test
 
         self.net = nets.together(partial(self.task.net, first.norm), [each.seed for each in group]).to(device)
         self.adam = Adam(self.net.parameters(), [each.learning_rate for each in group], first.steps)
@@ -159,30 +174,16 @@ class Training:
         self.drawn = tuple(torch.zeros_like(self.train, dtype=each.dtype) for each in drawn)
         self.next = torch.arange(self.size, device=device)
         self.curves: list[dict[str, list[float]]] = []
-        self._eager, self._graph = _EAGER, cast(Any, None)
         self.memory: int | None = None  # known after the first step
-
-    def _split(self, seed: int, known: int) -> tuple[Tensor, Tensor]:
-        """Return the rows a run trains on, and those held out."""
-        if self.count + self.task.validation > known:
-            raise ValueError(f"expected 1 to {known - self.task.validation:,} training samples, got {self.count:,}")
-        order = torch.randperm(known, generator=torch.Generator().manual_seed(seed))
-        return order[self.task.validation :][: self.count], order[: self.task.validation]
+        self.advance = Replayed(self._measured_step, device)
 
     # ---- a step
 
-    def advance(self) -> None:
-        """Take the next step; on a GPU it is a CUDA graph after the first few."""
-        if self._eager or not _has_graphs(self.device):
-            self._eager -= self._eager > 0
-            if self.memory is None:
-                self.memory = step_bytes(self._step, self.net, self.adam.nbytes, self.device)
-            else:
-                self._step()
-            return
-        if self._graph is None:
-            self._graph = capture(self._step)
-        self._graph.replay()
+    def _measured_step(self) -> None:
+        if self.memory is None:
+            self.memory = step_bytes(self._step, self.net, self.adam.nbytes, self.device)
+        else:
+            self._step()
 
     def _step(self) -> None:
         index = self.next
@@ -211,22 +212,13 @@ class Training:
         """Train to the end and return what came out of each run."""
         begun = time.monotonic() - self._resume(checkpoint)
         kept = time.monotonic()
-        epochs, unwritten = self.group[0].epochs, None
-        try:
-            while len(self.curves) < epochs:
-                yield from self.epoch()
-                if checkpoint is None or len(self.curves) == epochs:
-                    continue
-                unwritten = copy.deepcopy(self._state(time.monotonic() - begun))
-                if time.monotonic() - kept > _KEEP:
-                    runs.write_tensors(checkpoint, unwritten)
-                    kept, unwritten = time.monotonic(), None
-        except GeneratorExit:  # cut off: what is whole is kept
-            if checkpoint is not None and unwritten is not None:
-                runs.write_tensors(checkpoint, unwritten)
-            raise
-        with torch.no_grad():
-            test = self.evaluate(self.test)
+        while len(self.curves) < self.group[0].epochs:
+            yield from self.epoch()
+            if checkpoint is not None and time.monotonic() - kept > _KEEP:
+                kept = time.monotonic()
+                state = {"net": self.net.state_dict(), "adam": self.adam.state(), "curves": self.curves}
+                runs.write_tensors(checkpoint, {**state, "seconds": kept - begun})
+        test = self.evaluate(*self.test)
         if checkpoint is not None:
             checkpoint.unlink(missing_ok=True)
         return self._results(test, time.monotonic() - begun)
@@ -242,23 +234,17 @@ class Training:
         seconds: float = state["seconds"]
         return seconds
 
-    def _state(self, seconds: float) -> dict[str, Any]:
-        return {
-            "net": self.net.state_dict(), "adam": self.adam.state(), "curves": self.curves, "seconds": seconds,
-        }  # fmt: skip
-
     def epoch(self) -> Work:
-        """One epoch, and its validation."""
-        before, steps = len(self.curves), self.count // self.size
-        turn = max(1, _TURN // self.size)
-        self.begin(before + 1)
-        for step in range(1, steps + 1):
-            self.advance()
-            if step % turn == 0 or step == steps:
-                yield (before + step / steps) / self.group[0].epochs
+        """Train an epoch, and validate."""
+        steps, turn = self.count // self.size, max(1, _TURN // self.size)
+        self.begin(len(self.curves) + 1)
+        for start in range(0, steps, turn):
+            now = min(turn, steps - start)
+            for _ in range(now):
+                self.advance()
+            yield now
         loss, accuracy = (self.total / (steps * self.size)).tolist()
-        with torch.no_grad():
-            validation_loss, validation_accuracy = self.evaluate(self.validation)
+        validation_loss, validation_accuracy = self.evaluate(*self.validation)
         self.curves.append(
             {
                 "train_loss": loss, "train_accuracy": accuracy,
@@ -279,15 +265,15 @@ class Training:
         reset_statistics(self.net)
         self.net.train()
 
-    def evaluate(self, part: Part) -> tuple[list[float], list[float]]:
-        """Loss and accuracy of each run."""
+    @torch.no_grad()
+    def evaluate(self, samples: Tensor, labels: Tensor, rows: Tensor) -> tuple[list[float], list[float]]:
+        """Return loss and accuracy of each run, on rows of its own."""
         self.net.eval()
         self.total.zero_()
-        for rows in torch.split(part.rows, _TEST_BATCH):
-            labels = part.labels[rows]
-            outputs = self._outputs(self.inputs.plain(part.samples[rows]))
-            self._add(_losses(outputs, labels), outputs, labels)
-        loss, accuracy = (self.total / len(part.rows)).tolist()
+        for some in torch.split(rows, _TEST_BATCH):
+            outputs = self._outputs(self.inputs.plain(samples[some]))
+            self._add(_losses(outputs, labels[some]), outputs, labels[some])
+        loss, accuracy = (self.total / len(rows)).tolist()
         return loss, accuracy
 
     def _results(self, test: tuple[list[float], list[float]], seconds: float) -> list[dict[str, Any]]:
@@ -307,46 +293,34 @@ class Training:
         return found
 
 
-_KEEP = 60.0
-"""Seconds between checkpoints."""
+_KEEP = 15.0
+"""Seconds between checkpoints, at least."""
 
 
 def _losses(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
 
-def _has_graphs(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def _finite(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """What a net of several runs takes: seconds for a step, and bytes."""
 
     step: float
     memory: int
 
 
-def measure(group: Sequence[Run], folder: Path, device: torch.device, steps: int = 5) -> Cost:
+def measure(group: Sequence[Run], folder: Path, device: torch.device) -> Cost:
     """Time a few steps of these runs, alone on this machine."""
     training = Training(group, folder, device)
     training.begin(1)
-    few = max(1, min(steps, training.count // training.size - _EAGER - 1))
-    for _ in range(_EAGER + 1 if _has_graphs(device) else 1):
-        training.advance()
-    _wait(device)
-    begun = time.perf_counter()
-    for _ in range(few):
-        training.next.copy_(torch.arange(training.size))  # a tiny part may have fewer mini-batches
-        training.advance()
-    _wait(device)
-    return Cost((time.perf_counter() - begun) / few, training.memory or 0)
 
+    def again() -> None:
+        training.next.copy_(torch.arange(training.size))  # a tiny run has fewer steps
+        training.adam.at.zero_()
+        training.advance()
 
-def _wait(device: torch.device) -> None:
-    if _has_graphs(device):
-        torch.cuda.synchronize(device)
+    step = seconds_per_step(starmap(again, repeat(())), device)
+    return Cost(step, cast(int, training.memory))

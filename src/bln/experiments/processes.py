@@ -1,0 +1,32 @@
+"""Work in processes side by side on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def threads(workers: int) -> int:
+    """Return how many threads each of ``workers`` processes has."""
+    return max(1, (os.cpu_count() or 1) // workers)
+
+
+def side_by_side(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]], workers: int) -> Iterator[T]:
+    """Yield what the function returns for each job, which is its arguments, as soon as it ends."""
+    from joblib import Parallel, delayed
+
+    parallel = Parallel(
+        n_jobs=workers, backend="loky", batch_size=1, pre_dispatch=workers, return_as="generator_unordered"
+    )
+    ended: Iterator[T] = parallel(delayed(_call)(threads(workers), function, *job) for job in jobs)
+    return ended
+
+
+def _call(count: int, function: Callable[..., T], *job: Any) -> T:
+    torch.set_num_threads(count)
+    return function(*job)

@@ -12,6 +12,7 @@ the paper, and each line that is an equation carries its number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,8 +143,8 @@ def hide(xp: Any, x: Any, mask: Any) -> Any:
 
 
 def _each(value: Any) -> Any:
-    """Add an axis for features. A scalar needs none, and AOTInductor cannot give it one."""
-    return value[..., None] if len(value.shape) else value
+    """Add an axis for features. A number needs none, nor a scalar, and AOTInductor cannot give it one."""
+    return value[..., None] if len(getattr(value, "shape", ())) else value
 
 
 def at_positions(value: Any, rank: int) -> Any:
@@ -206,7 +207,7 @@ def alone(value: Any) -> Any:
 
 def clamp(xp: Any, value: Any, least: float = 1) -> Any:
     """Raise values to ``least``. ``maximum`` would make float32 of float64 in Keras on torch."""
-    return xp.where(value > least, value, least)
+    return max(value, least) if isinstance(value, int) else xp.where(value > least, value, least)
 
 
 def current(xp: Any, x: Any, mask: Any, spec: Spec, total: Total = alone) -> MiniBatch:
@@ -214,9 +215,11 @@ def current(xp: Any, x: Any, mask: Any, spec: Spec, total: Total = alone) -> Min
 
     Hidden entries of ``x`` must be 0.
     """
-    own: Any = moments(xp, x, mask) if spec.groups or not spec.per_position else None
+    ones = xp.ones_like(x[..., :1])
+    real = ones if mask is None else xp.where(mask[..., None], ones, 0.0)
+    own: Any = moments(xp, x, real) if spec.groups or not spec.per_position else None
     present = None if own is None else total(xp.sum(xp.where(own.weight > 0, xp.ones_like(own.weight), 0.0)))
-    parts = Moments(x, 0.0, _real(xp, x, mask)) if spec.per_position else own
+    parts = Moments(x, 0.0, real) if spec.per_position else own
     entries = total(xp.sum(parts.weight, axis=0))[..., 0]
     m = entries if spec.per_position else present
     batch = batch_statistics(xp, parts, total)
@@ -225,23 +228,21 @@ def current(xp: Any, x: Any, mask: Any, spec: Spec, total: Total = alone) -> Min
     return MiniBatch(s, m, entries, m if spec.groups is None else present)
 
 
-def _real(xp: Any, x: Any, mask: Any) -> Any:
-    """Return 1 at real entries and 0 at hidden ones, ``(N, *positions, 1)``."""
-    ones = xp.ones_like(x[..., :1])
-    return ones if mask is None else xp.where(mask[..., None], ones, 0.0)
+def moments(xp: Any, x: Any, real: Any) -> Moments:
+    """Measure each sample and feature over positions.
 
-
-def moments(xp: Any, x: Any, mask: Any) -> Moments:
-    """Measure each sample and feature over positions; hidden entries of ``x`` must be 0."""
+    ``real`` is 1 at real entries and 0 at hidden ones, where ``x`` must be 0; ``None`` says that none are hidden.
+    """
     rank = len(x.shape)
 
     def over_positions(value: Any) -> Any:
         return xp.sum(value, axis=tuple(range(1, rank - 1))) if rank > 2 else value
 
-    weight = over_positions(_real(xp, x, mask))
-    number = clamp(xp, weight)
+    weight = None if real is None else over_positions(real)
+    number = math.prod(x.shape[1:-1]) if real is None else clamp(xp, weight)
     mean = over_positions(x) / number
-    centred = hide(xp, x - at_positions(mean, rank), mask)
+    centred = x - at_positions(mean, rank)
+    centred = centred if real is None else xp.where(real > 0, centred, 0.0)
     return Moments(mean, over_positions(centred * centred) / number, weight)
 
 
@@ -265,7 +266,7 @@ def batch_statistics(xp: Any, moments: Moments, total: Total = alone) -> tuple[A
     """Return mean and biased variance over samples and what ``moments`` were taken over (eqs 10, 11), ``(..., d)``."""
     if moments.weight is not None:
         return combine(xp, moments.weight, moments.mean, moments.weight * moments.var, total)
-    number = moments.mean.shape[0]
+    number = clamp(xp, moments.mean.shape[0])
     mean = xp.sum(moments.mean, axis=0) / number
     return mean, xp.sum(moments.var + (moments.mean - mean) ** 2, axis=0) / number
 
@@ -299,9 +300,9 @@ def bessel(count: Any) -> Any:
 
 
 def unbiased(s: Statistics, entries: Any, present: Any) -> Statistics:
-    """Multiply variances by ``m/(m-1)``; counts are 1 or more, and broadcast against the variances."""
+    """Multiply variances by ``m/(m-1)``; counts are 1 or more."""
     return s._replace(
-        batch_var=s.batch_var * bessel(entries),  # eqs 5, 19
+        batch_var=s.batch_var * _each(bessel(entries)),  # eqs 5, 19
         feature_var=s.feature_var * bessel(present),  # eq 21
     )
 
@@ -313,7 +314,7 @@ def estimates(xp: Any, batch: MiniBatch, spec: Spec, total: Total = alone) -> Mi
     # Statistics of hidden features are 0: there is nothing to leave out.
     mean, var = (total(xp.sum(value, axis=over)) / number for value in (s.feature_mean, s.feature_var))
     averaged = s._replace(feature_mean=mean, feature_var=var)
-    return batch._replace(statistics=unbiased(averaged, entries[..., None], present))
+    return batch._replace(statistics=unbiased(averaged, entries, present))
 
 
 def update(

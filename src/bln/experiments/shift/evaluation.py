@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bln
 
 from ... import formula
-from ..._backends import coefficients
+from ..._backends import coefficients, operators
 from ...formula import Moments, Statistics
 from ...layer import BatchLayerNorm
 from .training import standardize
@@ -100,15 +100,17 @@ def _by_request(net: nn.Module, size: int) -> Iterator[None]:
 def _forward(layer: BatchLayerNorm, size: int, x: Tensor) -> Tensor:
     """The grouped layer's inference, by its coefficient form."""
     assert layer.groups is not None
-    moments = coefficients.measure(x, None, 1)
+    rows = x.movedim(1, -1)
+    moments = coefficients.measure(rows, None)
     mean, var = (value.reshape(-1, size, value.shape[1]).movedim(1, 0) for value in moments[:2])
     batch = formula.batch_statistics(torch, Moments(mean, var, torch.ones_like(mean[..., :1])))  # (requests, C)
-    feature = coefficients.feature_statistics(moments, layer.groups)
+    feature = operators.feature_statistics(rows, moments, layer.groups)
     current = Statistics(*batch, *feature, mean.new_full((), 1 / size))
     s = formula.choose(layer.config, current, layer.population.statistics((), size))
     each = [v.repeat_interleave(size, 0) if v.dim() == 2 else v for v in (s.batch_mean, s.batch_var)]
     s = s._replace(batch_mean=each[0], batch_var=each[1])
-    return coefficients.apply(x, s, layer.weight, layer.bias, None, 1, layer.spec)
+    y: Tensor = formula.normalize(torch, rows, s, layer.weight, layer.bias, None, layer.spec)
+    return y.movedim(-1, 1)
 
 
 def _share(outputs: Tensor, labels: Tensor) -> float:

@@ -23,8 +23,8 @@ _kept = threading.local()
 
 def measure(rows: Tensor, real: Tensor | None) -> Moments:
     """``formula.moments``; on a CPU in few passes over memory, a sample's bits being the same in any mini-batch."""
-    whole = real is None and rows.dim() > 2 and len(rows) > 0
-    if whole and is_plain_cpu(rows) and not (rows.requires_grad and torch.is_grad_enabled()):
+    followed = rows.requires_grad and torch.is_grad_enabled()
+    if real is None and rows.dim() > 2 and is_plain_cpu(rows) and rows.numel() > 0 and not followed:
         seen, n = _Rows(rows, rows.dim() - 1), len(rows)
         if n == 1:  # torch may sum it in another order than several
             seen.x = torch.cat([seen.x, seen.x])

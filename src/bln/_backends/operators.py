@@ -67,7 +67,7 @@ def feature_statistics(rows: Tensor, moments: Any, groups: int | None) -> tuple[
     Torch sums rows that lie in memory one by one, each in the same order. A lone one it splits over threads, so that
     one gets company.
     """
-    pair = len(rows) == 1 and not torch.compiler.is_compiling()
+    pair = not torch.compiler.is_compiling() and rows.shape[0] == 1
     if groups is None:
         mean, var = formula.over_features(torch, torch.cat([rows, rows]) if pair else rows.contiguous())
     else:

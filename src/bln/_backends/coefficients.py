@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -130,8 +129,7 @@ class Train(torch.autograd.Function):
         dy_rows = rows.view(dy)
         sums, dots = _sums(rows, dy_rows, mean)
         s = Statistics(*[*saved, 1 / len(x)])
-        moments = Moments(mean, None, math.prod(x.shape[1:]) // x.shape[channel_dim])
-        c1, c0, d_gamma, d_beta = formula.gradients(torch, s, moments, sums, dots, gamma, spec)
+        c1, c0, d_gamma, d_beta = _gradients(s, mean, rows.x[0].numel() // rows.features, sums, dots, gamma, spec)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(rows.x)
@@ -151,6 +149,37 @@ def _statistics(moments: Moments, spec: Spec) -> Statistics:
     assert spec.groups is not None
     batch, features = formula.batch_statistics(torch, moments), formula.feature_statistics(torch, moments, spec.groups)
     return Statistics(*batch, *features, 1 / len(moments.mean))
+
+
+def _gradients(
+    s: Statistics, mean: Tensor, positions: int, sums: Tensor, dots: Tensor, gamma: Tensor | None, spec: Spec
+) -> tuple[Tensor, ...]:
+    """``c1`` and ``c0`` of ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta.
+
+    This is the chain rule through ``formula.coefficients`` and the statistics, from sums over positions alone: ``sums``
+    of ``dy`` and ``dots`` of ``dy * (x - mean)``, both ``(N, C)``.
+    """
+    n, d = mean.shape
+    by_group = spec.groups, -1
+    w_B, w_F = formula.weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
+    r_B, r_F = (s.batch_var + spec.eps) ** -0.5, ((s.feature_var + spec.eps) ** -0.5)[..., None]
+    mean_F = s.feature_mean[..., None]
+    g_mean, g_sums, g_dots = (value.unflatten(1, by_group) for value in (mean, sums, dots))
+    x_B = r_B * (dots + (mean - s.batch_mean) * sums).sum(0)  # dy * x_B, summed over all
+    x_F = r_F * (g_dots + (g_mean - mean_F) * g_sums)  # dy * x_F, summed over positions
+    total = sums.sum(0)
+    d_gamma = w_B * x_B + (w_F * x_F).sum(0).flatten()
+    # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
+    scale_B, scale_F = w_B * r_B / (n * positions), w_F * r_F / (g_mean.shape[-1] * positions)
+    if gamma is not None:
+        scale_B, g_gamma = scale_B * gamma, gamma.unflatten(0, by_group)
+        g_sums, x_F = g_gamma * g_sums, g_gamma * x_F
+    slope_B = scale_B * x_B * r_B
+    slope_F = scale_F * x_F.sum(-1, keepdim=True) * r_F
+    offset_B = slope_B * s.batch_mean - scale_B * total
+    offset_F = slope_F * mean_F - scale_F * g_sums.sum(-1, keepdim=True)
+    c1, c0 = -(slope_B.unflatten(0, by_group) + slope_F), offset_B.unflatten(0, by_group) + offset_F
+    return c1.flatten(1), c0.flatten(1), d_gamma, total
 
 
 def _plain(x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec) -> Tensor:

@@ -140,9 +140,8 @@ class Population(nn.Module):
         _, m, entries, present = new
         if is_host_readable(values.batch_var) and isinstance(m, int) and present == m > 0 and entries > 1:
             # Mostly all counts are the same, and one number does for all weights: a third less time with small inputs.
-            if not all(
-                variance.max().item() < math.inf for variance in (values.batch_var, values.feature_var)
-            ):  # nor NaN
+            variances = values.batch_var, values.feature_var
+            if not all(value.max().item() < math.inf for value in variances):  # nor NaN
                 return
             least, most = (count.item() for count in (samples if momentum is None else updates).aminmax())
             if least == most:

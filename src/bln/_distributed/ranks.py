@@ -95,14 +95,14 @@ def merge(layers: Mapping[str, BatchLayerNorm], ranks: Ranks, *, share: bool) ->
     for layer, *parts in zip(layers.values(), *ranks.meet(own), strict=True):
         population = layer.population
         for row, name in enumerate(Statistics._fields):
-            samples = [formula.broadcast_counter(name, part["samples"][row], population.groups) for part in parts]
-            weights = torch.stack(samples).double()
+            weights = [formula.broadcast_counter(name, part["samples"][row], population.groups) for part in parts]
             # In float64 a value that all ranks share stays as it was.
-            total = (weights * torch.stack([part[name].double() for part in parts])).sum(0)
-            number, old = weights.sum(0), getattr(population, name)
+            total: Any = sum(weight * part[name].double() for weight, part in zip(weights, parts, strict=True))
+            number: Any = sum(weights)
+            old = getattr(population, name)
             old.copy_(torch.where(number > 0, total / number.clamp(min=1), old.cpu()))
         for name in COUNTERS:
-            added = torch.stack([part[name] for part in parts]).sum(0)
+            added: Any = sum(part[name] for part in parts)
             getattr(population, name).copy_((added / ranks.size).ceil() if share else added)
 
 

@@ -160,11 +160,12 @@ def _gradients(
     of ``dy`` and ``dots`` of ``dy * (x - mean)``, both ``(N, C)``.
     """
     n, d = mean.shape
+    assert spec.groups is not None
     by_group = spec.groups, -1
     w_B, w_F = formula.weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
     r_B, r_F = (s.batch_var + spec.eps) ** -0.5, ((s.feature_var + spec.eps) ** -0.5)[..., None]
     mean_F = s.feature_mean[..., None]
-    g_mean, g_sums, g_dots = (value.unflatten(1, by_group) for value in (mean, sums, dots))
+    g_mean, g_sums, g_dots = (value.view(n, *by_group) for value in (mean, sums, dots))
     x_B = r_B * (dots + (mean - s.batch_mean) * sums).sum(0)  # dy * x_B, summed over all
     x_F = r_F * (g_dots + (g_mean - mean_F) * g_sums)  # dy * x_F, summed over positions
     total = sums.sum(0)
@@ -172,13 +173,13 @@ def _gradients(
     # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
     scale_B, scale_F = w_B * r_B / (n * positions), w_F * r_F / (g_mean.shape[-1] * positions)
     if gamma is not None:
-        scale_B, g_gamma = scale_B * gamma, gamma.unflatten(0, by_group)
+        scale_B, g_gamma = scale_B * gamma, gamma.view(by_group)
         g_sums, x_F = g_gamma * g_sums, g_gamma * x_F
     slope_B = scale_B * x_B * r_B
     slope_F = scale_F * x_F.sum(-1, keepdim=True) * r_F
     offset_B = slope_B * s.batch_mean - scale_B * total
     offset_F = slope_F * mean_F - scale_F * g_sums.sum(-1, keepdim=True)
-    c1, c0 = -(slope_B.unflatten(0, by_group) + slope_F), offset_B.unflatten(0, by_group) + offset_F
+    c1, c0 = -(slope_B.view(by_group) + slope_F), offset_B.view(by_group) + offset_F
     return c1.flatten(1), c0.flatten(1), d_gamma, total
 
 

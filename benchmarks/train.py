@@ -44,10 +44,8 @@ class PlainBLN(nn.Module):
         layer = self.layer
         rows = x.movedim(layer.channel_dim, -1)
         current = operators.current(rows, None, layer.spec)
-        y = formula.transform(rows, current, layer.weight, layer.bias, spec=layer.spec)
-        with torch.no_grad():
-            n = x.shape[0]
-            layer.population.update(formula.Statistics(*current), n, n, None, tuple(rows.shape[1:-1]), None)
+        layer.population.update_from(x, None, layer.channel_dim, layer.spec, current, None)
+        y: Tensor = formula.normalize(torch, rows, current, layer.weight, layer.bias, None, layer.spec)
         return y.movedim(-1, layer.channel_dim)
 
 

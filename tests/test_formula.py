@@ -20,15 +20,14 @@ def test_transform_is_eqs_14_to_17(rng, asarray, dim_scale):
     np.testing.assert_allclose(np.asarray(y), oracle.train(x, gamma, beta, **options), atol=1e-12)
 
 
-@pytest.mark.parametrize("weight", [np.full((4, 1), 5.0), 5, None], ids=["each", "all", "none"])
+@pytest.mark.parametrize("weight", [np.full((4, 1), 5.0), None], ids=["each", "none"])
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
 @pytest.mark.parametrize(("xp", "asarray"), [(np, np.asarray), (torch, torch.as_tensor)])
-def test_the_coefficient_form_and_its_derivative_are_those_of_the_equations(rng, xp, asarray, groups, weight):
-    x, dy, gamma, beta = rng.normal(size=(4, 5, 6)), rng.normal(size=(4, 5, 6)), rng.normal(size=6), rng.normal(size=6)
+def test_the_coefficient_form_is_that_of_the_equations(rng, xp, asarray, groups, weight):
+    x, gamma, beta = rng.normal(size=(4, 5, 6)), rng.normal(size=6), rng.normal(size=6)
     options = {"eps": 1e-3, "mix_eps": 1e-4, "dim_scale": True, "per_position": False, "groups": groups}
     spec = Spec(**options)
-    mean, var = asarray(x.mean(1)), asarray(x.var(1))
-    moments = formula.Moments(mean, var, asarray(weight) if isinstance(weight, np.ndarray) else None)
+    moments = formula.Moments(asarray(x.mean(1)), asarray(x.var(1)), None if weight is None else asarray(weight))
     if weight is None:
         gamma = np.ones(6)
     s = Statistics(
@@ -39,14 +38,6 @@ def test_the_coefficient_form_and_its_derivative_are_those_of_the_equations(rng,
     a, b = formula.coefficients(xp, s, None if weight is None else asarray(gamma), asarray(beta), 6, spec)
     y = np.asarray(a)[:, None] * x + np.asarray(b)[:, None]
     np.testing.assert_allclose(y, oracle.train(x, gamma, beta, **options), atol=1e-12)
-
-    sums, dots = asarray(dy.sum(1)), asarray((dy * (x - x.mean(1, keepdims=True))).sum(1))
-    moments = moments._replace(weight=5 if moments.weight is None else moments.weight)
-    scale = None if weight is None else asarray(gamma)
-    c1, c0, d_gamma, d_beta = formula.gradients(xp, s, moments, sums, dots, scale, spec)
-    dx = np.asarray(a)[:, None] * dy + np.asarray(c1)[:, None] * x + np.asarray(c0)[:, None]
-    for ours, theirs in zip((dx, d_gamma, d_beta), oracle.train_backward(x, dy, gamma, **options), strict=True):
-        np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-12)
 
 
 LIBRARIES = pytest.mark.parametrize(("xp", "asarray"), [(np, np.asarray), (torch, torch.as_tensor)])

@@ -279,10 +279,7 @@ def both_update(mine, theirs, x, mask, channel_dim, spec, momentum):
         y, statistics = kernels.train(x, None, None, mask, channel_dim, spec)
         also = kernels.train(x, None, None, mask, channel_dim, spec, (mine, momentum))[0]
     torch.testing.assert_close(y, also, rtol=0, atol=0, equal_nan=True)
-    rows = list(x.shape)
-    rows.pop(channel_dim)
-    m, entries = count(rows, mask, False)
-    theirs.update(statistics, m, entries, mask, (), momentum)
+    theirs.update_from(x, mask, channel_dim, spec, statistics, momentum)
 
 
 @settings(max_examples=EXAMPLES)

@@ -294,8 +294,7 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
             _, statistics = kernels.train(x, None, None, None, **options(case))
             _, nothing = kernels.train(x, None, None, None, **options(case), update=(mine, momentum))
         assert nothing is None
-        m, entries = count(case.to_rows(x).shape[:-1], None, case.per_position)
-        theirs.update(statistics, m, entries, None, tuple(positions), momentum)
+        theirs.update_from(x, None, **options(case), batch=statistics, momentum=momentum)
     assert torch.equal(mine.updates, theirs.updates)
     assert torch.equal(mine.samples, theirs.samples)
     assert mine.updates[0].max() == 2
@@ -317,7 +316,7 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
 )
 def test_a_population_learns_unless_anything_is_not_finite(shape, channel_dim, known, momentum, how):
     case = case_of(shape, channel_dim, per_position=len(shape) < 4)
-    x, features, positions = to_device(case).x, shape[channel_dim], (1,) if known else ()
+    x, features = to_device(case).x, shape[channel_dim]
     theirs = Population(features, known).to(DEVICE)
     mine = copy.deepcopy(theirs)
     one_column = torch.zeros_like(x)  # whose squares are more than float32 holds, but not those of any row
@@ -330,8 +329,7 @@ def test_a_population_learns_unless_anything_is_not_finite(shape, channel_dim, k
         with poisoned(), np.errstate(over="ignore"):
             _, found = kernels.train(x, None, None, None, **options(case))
             kernels.train(x, None, None, None, **options(case), update=(mine, momentum))
-        m, entries = count(case.to_rows(x).shape[:-1], None, case.per_position)
-        theirs.update(found, m, entries, None, positions, momentum)
+        theirs.update_from(x, None, **options(case), batch=found, momentum=momentum)
     assert mine.updates.reshape(5, -1)[:, 0].eq(2).all()
     assert torch.equal(mine.samples, theirs.samples)
     for name, value in mine.named_buffers():  # float32, sums in another order
@@ -347,7 +345,7 @@ def test_a_population_of_many_columns(positions):
     with poisoned():
         _, found = kernels.train(x, None, None, None, **options(case))
         kernels.train(x, None, None, None, **options(case), update=(mine, None))
-    theirs.update(found, 4, 4, None, (positions,), None)
+    theirs.update_from(x, None, **options(case), batch=found, momentum=None)
     for name, value in mine.named_buffers():  # float32, sums in another order
         torch.testing.assert_close(value, getattr(theirs, name), rtol=1e-5, atol=1e-5, msg=name)
 

@@ -12,6 +12,7 @@ the paper, and each line that is an equation carries its number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,8 +143,8 @@ def hide(xp: Any, x: Any, mask: Any) -> Any:
 
 
 def _each(value: Any) -> Any:
-    """Add an axis for features. A scalar needs none, and AOTInductor cannot give it one."""
-    return value[..., None] if len(value.shape) else value
+    """Add an axis for features. A number needs none, nor a scalar, and AOTInductor cannot give it one."""
+    return value[..., None] if len(getattr(value, "shape", ())) else value
 
 
 def at_positions(value: Any, rank: int) -> Any:
@@ -206,7 +207,7 @@ def alone(value: Any) -> Any:
 
 def clamp(xp: Any, value: Any, least: float = 1) -> Any:
     """Raise values to ``least``. ``maximum`` would make float32 of float64 in Keras on torch."""
-    return xp.where(value > least, value, least)
+    return max(value, least) if isinstance(value, int) else xp.where(value > least, value, least)
 
 
 def current(xp: Any, x: Any, mask: Any, spec: Spec, total: Total = alone) -> MiniBatch:
@@ -214,9 +215,11 @@ def current(xp: Any, x: Any, mask: Any, spec: Spec, total: Total = alone) -> Min
 
     Hidden entries of ``x`` must be 0.
     """
-    own: Any = moments(xp, x, mask) if spec.groups or not spec.per_position else None
+    ones = xp.ones_like(x[..., :1])
+    real = ones if mask is None else xp.where(mask[..., None], ones, 0.0)
+    own: Any = moments(xp, x, real) if spec.groups or not spec.per_position else None
     present = None if own is None else total(xp.sum(xp.where(own.weight > 0, xp.ones_like(own.weight), 0.0)))
-    parts = Moments(x, 0.0, _real(xp, x, mask)) if spec.per_position else own
+    parts = Moments(x, 0.0, real) if spec.per_position else own
     entries = total(xp.sum(parts.weight, axis=0))[..., 0]
     m = entries if spec.per_position else present
     batch = batch_statistics(xp, parts, total)
@@ -225,23 +228,21 @@ def current(xp: Any, x: Any, mask: Any, spec: Spec, total: Total = alone) -> Min
     return MiniBatch(s, m, entries, m if spec.groups is None else present)
 
 
-def _real(xp: Any, x: Any, mask: Any) -> Any:
-    """Return 1 at real entries and 0 at hidden ones, ``(N, *positions, 1)``."""
-    ones = xp.ones_like(x[..., :1])
-    return ones if mask is None else xp.where(mask[..., None], ones, 0.0)
+def moments(xp: Any, x: Any, real: Any) -> Moments:
+    """Measure each sample and feature over positions.
 
-
-def moments(xp: Any, x: Any, mask: Any) -> Moments:
-    """Measure each sample and feature over positions; hidden entries of ``x`` must be 0."""
+    ``real`` is 1 at real entries and 0 at hidden ones, where ``x`` must be 0; ``None`` says that none are hidden.
+    """
     rank = len(x.shape)
 
     def over_positions(value: Any) -> Any:
         return xp.sum(value, axis=tuple(range(1, rank - 1))) if rank > 2 else value
 
-    weight = over_positions(_real(xp, x, mask))
-    number = clamp(xp, weight)
+    weight = None if real is None else over_positions(real)
+    number = math.prod(x.shape[1:-1]) if real is None else clamp(xp, weight)
     mean = over_positions(x) / number
-    centred = hide(xp, x - at_positions(mean, rank), mask)
+    centred = x - at_positions(mean, rank)
+    centred = centred if real is None else xp.where(real > 0, centred, 0.0)
     return Moments(mean, over_positions(centred * centred) / number, weight)
 
 
@@ -265,7 +266,7 @@ def batch_statistics(xp: Any, moments: Moments, total: Total = alone) -> tuple[A
     """Return mean and biased variance over samples and what ``moments`` were taken over (eqs 10, 11), ``(..., d)``."""
     if moments.weight is not None:
         return combine(xp, moments.weight, moments.mean, moments.weight * moments.var, total)
-    number = moments.mean.shape[0]
+    number = clamp(xp, moments.mean.shape[0])
     mean = xp.sum(moments.mean, axis=0) / number
     return mean, xp.sum(moments.var + (moments.mean - mean) ** 2, axis=0) / number
 
@@ -299,9 +300,9 @@ def bessel(count: Any) -> Any:
 
 
 def unbiased(s: Statistics, entries: Any, present: Any) -> Statistics:
-    """Multiply variances by ``m/(m-1)``; counts are 1 or more, and broadcast against the variances."""
+    """Multiply variances by ``m/(m-1)``; counts are 1 or more."""
     return s._replace(
-        batch_var=s.batch_var * bessel(entries),  # eqs 5, 19
+        batch_var=s.batch_var * _each(bessel(entries)),  # eqs 5, 19
         feature_var=s.feature_var * bessel(present),  # eq 21
     )
 
@@ -313,7 +314,7 @@ def estimates(xp: Any, batch: MiniBatch, spec: Spec, total: Total = alone) -> Mi
     # Statistics of hidden features are 0: there is nothing to leave out.
     mean, var = (total(xp.sum(value, axis=over)) / number for value in (s.feature_mean, s.feature_var))
     averaged = s._replace(feature_mean=mean, feature_var=var)
-    return batch._replace(statistics=unbiased(averaged, entries[..., None], present))
+    return batch._replace(statistics=unbiased(averaged, entries, present))
 
 
 def update(
@@ -432,44 +433,3 @@ def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Sp
     if gamma is not None:
         a, b = gamma * a, gamma * b
     return a, -b if beta is None else beta - b
-
-
-def gradients(
-    xp: Any, s: Statistics, moments: Moments, sums: Any, dots: Any, gamma: Any, spec: Spec
-) -> tuple[Any, Any, Any, Any]:
-    """Return ``c1`` and ``c0`` of ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta.
-
-    This is the chain rule through ``coefficients`` and the statistics of training, from sums over positions alone:
-    ``sums`` of ``dy`` and ``dots`` of ``dy * (x - mean)``, both ``(N, d)``. The weight in ``moments``, from which the
-    statistics were taken, is the number of positions: of each sample, or a number for all.
-    """
-    assert spec.groups is not None
-    d, positions = moments.mean.shape[-1], moments.weight
-    w_B, w_F = weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
-    r_B, r_F = (s.batch_var + spec.eps) ** -0.5, ((s.feature_var + spec.eps) ** -0.5)[..., None]
-    means, g_sums, g_dots = (_by_group(xp, value, spec.groups) for value in (moments.mean, sums, dots))
-    mean_F = s.feature_mean[..., None]
-    x_B = r_B * xp.sum(dots + (moments.mean - s.batch_mean) * sums, axis=0)  # dy * x_B, summed over all
-    x_F = r_F * (g_dots + (means - mean_F) * g_sums)  # dy * x_F, summed over positions
-    total = xp.sum(sums, axis=0)
-    d_gamma = w_B * x_B + _flat(xp, xp.sum(w_F * x_F, axis=0))
-    scale = 1.0
-    if gamma is not None:
-        scale, by_group = gamma, _by_group(xp, gamma, spec.groups)
-        g_sums, x_F = by_group * g_sums, by_group * x_F
-    # Entries of each batch statistic and, up to the size of a group, of each feature statistic.
-    uniform = isinstance(positions, int | float)
-    entries_B = positions * moments.mean.shape[0] if uniform else xp.sum(positions, axis=0)
-    entries_F = (positions if uniform else positions[..., None]) * (d // spec.groups)
-    # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
-    scale_B, scale_F = w_B * scale * r_B / entries_B, w_F * r_F / entries_F
-    slope_B = scale_B * x_B * r_B
-    slope_F = scale_F * xp.sum(x_F, axis=-1, keepdims=True) * r_F
-    offset_B = slope_B * s.batch_mean - scale_B * total
-    offset_F = slope_F * mean_F - scale_F * xp.sum(g_sums, axis=-1, keepdims=True)
-    return (
-        -_flat(xp, _by_group(xp, slope_B, spec.groups) + slope_F),
-        _flat(xp, _by_group(xp, offset_B, spec.groups) + offset_F),
-        d_gamma,
-        total,
-    )

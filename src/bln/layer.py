@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from . import _backends, functional
-from ._activation import Activation, check_activation, check_residual, finish
+from ._activation import Activation, check_activation, check_residual
 from ._distributed.group import Group
-from ._distributed.train import train as train_over_ranks
 from ._memory import Memory
 from ._models import padding as _padding
 from ._positions import sizes
@@ -93,8 +91,6 @@ class BatchLayerNorm(nn.Module):
     population: Population
     activation: Activation | None
     _memory: Memory | None
-    agreed_on_positions = False
-    """Whether the other ranks were asked."""
 
     groups: int | None = option("groups")
     per_position: bool = option("per_position")
@@ -187,14 +183,12 @@ class BatchLayerNorm(nn.Module):
         Without one, a mask given by ``bln.padding`` is used where it fits. The residual is added to what was
         normalized, before the activation.
         """
-        if mask is None:
-            if _padding.known():
-                return _padding.normalize(self, x, partial(self._forward, residual=residual))
-            # A trace must not read ``quick``: it would guard it, and may set it later.
-            if not is_compiling() and _backends.quick is not None and self.training and self.spec.coefficients:
-                y = _backends.quick(self, x, residual)
-                if y is not None:
-                    return y
+        if mask is None and _padding.known():
+            return _padding.normalize(self, x, partial(self._forward, residual=residual))
+        if mask is None and self.training and self.spec.coefficients:
+            y = _backends.train_quickly(self, x, residual)
+            if y is not None:
+                return y
         return self._forward(x, mask, residual)
 
     def _forward(self, x: Tensor, mask: Tensor | None, residual: Tensor | None = None) -> Tensor:
@@ -202,15 +196,12 @@ class BatchLayerNorm(nn.Module):
         empty, hidden = group is not None or not self.training, group is not None  # other ranks may have more
         channel_dim = functional.check(x, mask, self.channel_dim, self.num_features, empty=empty, hidden=hidden)
         check_residual(residual, x)
-        if group is not None:
-            y = train_over_ranks(self, x, mask, channel_dim, group)
-            return finish(y, residual, mask, channel_dim, self.activation)
-        tensors = x, self.weight, self.bias, mask, channel_dim, self.spec, self.population
-        if self.training:
-            return _backends.train(*tensors, self.momentum, residual=residual, activation=self.activation)[0]
-        recall = None if self._memory is None else self._memory.recall(x, mask, channel_dim, self.spec)
+        call = x, self.weight, self.bias, mask, channel_dim, self.spec, self.population
         after: Any = {"residual": residual, "activation": self.activation}
-        return _backends.infer(*tensors, self.config, recall, **after)[0]
+        if self.training:
+            return _backends.train(*call, self.momentum, group=group, **after)[0]
+        recall = None if self._memory is None else self._memory.recall(x, mask, channel_dim, self.spec)
+        return _backends.infer(*call, self.config, recall, **after)[0]
 
     def reset_statistics(self) -> None:
         """Forget the population: mean 0, variance 1. Positions stay known."""

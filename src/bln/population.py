@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _positions, formula
-from ._masks import clamp_count, counts_of, is_host_readable
+from ._masks import counts_of, is_host_readable
 from ._masks import present as samples_in
 from ._spec import Spec
 from .formula import COUNTERS, INITIAL, Averages, MiniBatch, Statistics
@@ -35,6 +35,8 @@ class Population(nn.Module):
     inverse_m: Tensor
     updates: Tensor
     samples: Tensor
+    agreed_on_positions = False
+    """Whether the ranks of a synchronized layer know that they have the same."""
 
     def __init__(
         self,
@@ -110,31 +112,36 @@ class Population(nn.Module):
 
     # ---- learning
 
-    @torch.no_grad()
-    def update(
-        self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None,
-        positions: tuple[int, ...], momentum: float | None, present: int | Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Average with a training mini-batch, as ``formula.update`` does, unless its statistics are not finite.
+    def update_from(
+        self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, batch: Statistics, momentum: float | None
+    ) -> None:
+        """``update`` with the statistics of an input."""
+        m, entries, positions = counts_of(x, mask, channel_dim, spec)
+        present = m
+        if mask is not None and spec.groups is not None and spec.per_position:
+            present = samples_in(mask).sum()
+        dtype = batch.inverse_m.dtype
+        counts = (c.to(dtype) if isinstance(c, Tensor) else c for c in (m, entries, present))
+        self.update(formula.estimates(torch, MiniBatch(batch, *counts), spec), positions, momentum)
 
-        ``batch`` has feature statistics of each sample, or averaged over samples; ``m``, ``entries`` and ``present``
-        are those of ``formula.MiniBatch``, and ``mask`` says the last where it is not given. ``positions`` are those
-        of the input, ``()`` where statistics are pooled over them.
+    @torch.no_grad()
+    def update(self, new: MiniBatch, positions: tuple[int, ...], momentum: float | None) -> None:
+        """Average with what ``formula.estimates`` says of a training mini-batch, unless that is not finite.
+
+        ``positions`` are those of the input, ``()`` where statistics are pooled over them.
         """
         at = self.expect(positions)
-        if present is None:
-            # Pooled, and where nothing is hidden, m is that.
-            counted = mask is None or self.groups is None or not self.position_shape
-            present = m if counted else samples_in(mask).sum()  # type: ignore[arg-type]
-        new = self._estimates(batch, m, entries, mask, present)
-        updates, samples, dtype = self.updates, self.samples, self.inverse_m.dtype
-        kept = self._kept(at)
-        values: Any = new if new.batch_mean.dtype == dtype else [value.to(dtype) for value in new]
+        updates, samples, like = self.updates, self.samples, self.inverse_m
+        kept, values = self._kept(at), new.statistics
+        if values.batch_mean.dtype != like.dtype:
+            values = Statistics(*(value.to(like.dtype) for value in values))
         if len(at) > 0:
             updates, samples = updates[:, *at], samples[:, *at]
-        if is_host_readable(new.batch_var) and isinstance(m, int) and present == m > 0 and entries > 1:
+        _, m, entries, present = new
+        if is_host_readable(values.batch_var) and isinstance(m, int) and present == m > 0 and entries > 1:
             # Mostly all counts are the same, and one number does for all weights: a third less time with small inputs.
-            if not all(value.max().item() < math.inf for value in (new.batch_var, new.feature_var)):  # nor NaN
+            variances = values.batch_var, values.feature_var
+            if not all(value.max().item() < math.inf for value in variances):  # nor NaN
                 return
             least, most = (count.item() for count in (samples if momentum is None else updates).aminmax())
             if least == most:
@@ -143,43 +150,12 @@ class Population(nn.Module):
                 updates += 1
                 samples += m
                 return
-        counts = (c if isinstance(c, Tensor) else self.inverse_m.new_full((), c) for c in (m, entries, present))
-        after = formula.update(
-            torch, Averages(Statistics(*kept), updates, samples), MiniBatch(Statistics(*values), *counts),
-            momentum, self.groups,
-        )  # fmt: skip
+        counts = (c if isinstance(c, Tensor) else like.new_full((), c) for c in (m, entries, present))
+        before, new = Averages(Statistics(*kept), updates, samples), MiniBatch(values, *counts)
+        after = formula.update(torch, before, new, momentum, self.groups)
         for old, value in zip((*kept, updates, samples), after.by_name().values(), strict=True):
             # Through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.
             old.detach().copy_(value)
-
-    def update_from(
-        self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, batch: Statistics, momentum: float | None
-    ) -> None:
-        """``update`` with the statistics of an input."""
-        m, entries, positions = counts_of(x, mask, channel_dim, spec)
-        self.update(batch, m, entries, mask, positions, momentum)
-
-    def _estimates(
-        self, batch: Statistics, m: int | Tensor, entries: int | Tensor, mask: Tensor | None, present: int | Tensor
-    ) -> Statistics:
-        """What one mini-batch says of the population: variances unbiased, feature statistics averaged over samples."""
-        dtype = batch.inverse_m.dtype
-        m, entries, present = (clamp_count(c) for c in (m, entries, present))
-        m, entries, present = (c.to(dtype) if isinstance(c, Tensor) else c for c in (m, entries, present))
-        feature_mean, feature_var = batch.feature_mean, batch.feature_var
-        if feature_mean.dim() > self.feature_mean.dim():  # else averaged already
-            over = 0 if self.position_shape or self.groups is not None else None  # samples alone, or positions too
-            if mask is None:
-                feature_mean, feature_var = feature_mean.mean(over), feature_var.mean(over)
-            else:
-                hidden = ~mask if self.groups is None else ~samples_in(mask)[:, None]
-                number = entries if self.groups is None else present
-                feature_mean, feature_var = (
-                    value.masked_fill(hidden, 0).sum(over) / number for value in (feature_mean, feature_var)
-                )
-        own = batch._replace(feature_mean=feature_mean, feature_var=feature_var)
-        entries = entries[..., None] if isinstance(entries, Tensor) else entries
-        return formula.unbiased(own, entries, present if self.groups is not None else m)
 
     def expect(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
         """Learn these positions, if none are known, and return their slices of those known; refuse others."""

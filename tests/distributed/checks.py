@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import bln
 import oracle
 import tolerance
-from bln._distributed.train import train
+from bln import _backends
 
 DEVICE = "cpu"
 """Where tensors are; set by the rank."""
@@ -59,7 +59,6 @@ def against_the_oracle(
     momentum: float | None,
     compiled: str = "",
     affine: bool = True,
-    looking: bool = True,
     only: int | None = None,
     shared: bool = False,
     groups: int | None = None,
@@ -74,18 +73,8 @@ def against_the_oracle(
         few = {name: row._replace(values=16, each=1, samples=2) for name, row in table.PUBLISHED.items()}
         with mock.patch.object(table, "PUBLISHED", few):
             against_the_oracle(
-                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, looking,
-                only, groups=groups,
-            )  # fmt: skip
-        return
-    if not looking:  # as on a GPU, where looking at a count would wait for it
-        with (
-            mock.patch("bln._distributed.messages.is_host_readable", return_value=False),
-            mock.patch("bln.population.is_host_readable", return_value=False),
-        ):
-            against_the_oracle(
-                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine,
-                only=only, groups=groups,
+                seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, only,
+                groups=groups,
             )  # fmt: skip
         return
     torch.manual_seed(seed)
@@ -385,7 +374,8 @@ def a_group_of_some_ranks(seed: int) -> None:
 
 def exchanged(layer: bln.BatchLayerNorm, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """The layer on a group of one, which it would not ask otherwise."""
-    return train(layer, x, mask, 1, dist.group.WORLD)
+    call = x, layer.weight, layer.bias, mask, 1, layer.spec, layer.population, layer.momentum
+    return _backends.train(*call, group=dist.group.WORLD)[0]
 
 
 def through_nccl(dtype: str, per_position: bool, masked: bool, groups: int | None = None) -> None:
@@ -466,7 +456,7 @@ def merged_through_nccl() -> None:
 
     model = trained(0)
     together = over_ranks.Ranks("world", model)
-    assert together._all(torch.tensor([3, 5])).tolist() == [[3, 5]]  # NCCL refuses tensors of the CPU
+    assert together.gather(torch.tensor([3, 5], device=DEVICE)).tolist() == [3, 5]
     bln.average_statistics(model)
     bln.calibrate(model, shares(0)[0], process_group="world", progress=False)
     bln.search(model, shares(0)[0], loss=F.cross_entropy, process_group="world", progress=False)

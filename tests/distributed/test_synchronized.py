@@ -56,16 +56,9 @@ def test_every_layout_type_and_momentum(two, dtype, momentum, positions, channel
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @every_form
-def test_without_looking_at_counts_as_on_a_gpu(two, form, masked):
-    against_the_oracle(two, masked=masked, looking=False, **form)
-
-
-@pytest.mark.parametrize("looking", [True, False], ids=["looking", "not looking"])
-@every_form
-def test_one_rank_alone_may_be_masked(two_or_three, form, looking):
-    against_the_oracle(two_or_three, masked=True, only=1, looking=looking, **form)
+def test_one_rank_alone_may_be_masked(two_or_three, form):
+    against_the_oracle(two_or_three, masked=True, only=1, **form)
 
 
 @pytest.mark.parametrize("groups", [None, 2], ids=["published", "grouped"])

@@ -2,7 +2,7 @@
 
 Backends share two functions. ``train(x, gamma, beta, mask, channel_dim, spec)`` returns ``y`` and the mini-batch's own
 statistics, ``infer`` normalizes by those of a configuration. ``operators`` can do everything, ``native`` is torch's own
-norms for the published form, ``triton`` has kernels for a GPU.
+norms for the published form, ``triton`` has kernels for a GPU. ``synchronized`` trains on statistics over all ranks.
 """
 
 from __future__ import annotations
@@ -18,34 +18,58 @@ from torch import Tensor
 
 from .._activation import Activation, finish
 from .._autograd import recomputing
+from .._distributed import messages
 from .._spec import Spec
 from ..config import StatisticsConfig
 from ..formula import Statistics
-from . import native, operators
+from . import native, operators, synchronized
 from .operators import Recall
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..layer import BatchLayerNorm
     from ..population import Population
 
 quick: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
-"""A layer's training call by kernels, past checks that such a call passed before; ``None`` without Triton."""
+"""``train_layer`` of the kernels; ``None`` without Triton."""
+
+
+def train_quickly(layer: BatchLayerNorm, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """A layer's training call by kernels, past checks that such a call passed before; ``None`` where there was none."""
+    if torch.compiler.is_compiling() or quick is None:  # a trace would guard quick, and may set it later
+        return None
+    return quick(layer, x, residual)
 
 
 def train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
-    population: Population | None = None, momentum: float | None = None, *, residual: Tensor | None = None,
-    activation: Activation | None = None,
+    population: Population | None = None, momentum: float | None = None, *, group: ProcessGroup | None = None,
+    residual: Tensor | None = None, activation: Activation | None = None,
 ) -> tuple[Tensor, Statistics | None]:  # fmt: skip
     """Normalize ``x``, which was checked, by its own statistics: ``g(BLN(x) + residual)``; update the population.
 
-    The statistics are returned too, unless a kernel has updated the population with them.
+    Statistics over all ranks of the group are used, where one is given. Those of the mini-batch are returned, unless
+    the population has been updated with them already.
     """
     kept = None if population is None else population.batch_mean
     update = None if population is None or recomputing() else (population, momentum)
     kernels = triton_for(x, channel_dim, spec, residual, gamma, beta, kept)
     compiling = torch.compiler.is_compiling()
-    statistics: Statistics | None
-    if kernels is None or (compiling and spec.groups is not None and (mask is not None or population is None)):
+    statistics: Statistics | None = None
+    if group is not None and population is not None:
+        task = messages.task_of(x, channel_dim, spec, population, group)
+        # The kernels know no mask and no groups here, and a compiler does better with plain operators.
+        if kernels is None or compiling or mask is not None or spec.groups is not None:
+            y, new = synchronized.train(*widened(x, gamma, beta, kept), mask, task)
+            y = like(y, x)
+        else:
+            from .._distributed import kernels as over_ranks
+
+            y, new = over_ranks.train(x, gamma, beta, task)
+        if update is not None:
+            population.update(new, task.positions, momentum)
+    elif kernels is None or (compiling and spec.groups is not None and (mask is not None or population is None)):
         backend = native if spec.groups is None and mask is None else operators
         y, statistics = backend.train(*widened(x, gamma, beta, kept), mask, channel_dim, spec)
         y = like(y, x)

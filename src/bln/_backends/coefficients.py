@@ -1,11 +1,7 @@
-"""The grouped layer with pooled batch statistics in torch: ``y = a x + b``, one pair for each sample and feature.
-
-In plain operators for compilers and function transforms, and in few passes over memory for an eager CPU.
-"""
+"""The grouped layer with pooled batch statistics on an eager CPU, in few passes over memory: ``y = a x + b``."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +11,7 @@ from torch import Tensor
 
 from .. import formula
 from .._autograd import differentiate
-from .._masks import hide, is_host_readable
+from .._masks import is_host_readable
 from .._spec import Spec
 from ..formula import Moments, Statistics
 
@@ -24,33 +20,16 @@ _CHUNK = 2**19
 _kept = threading.local()
 
 
-def statistics(moments: Moments, spec: Spec) -> Statistics:
-    """Eqs 10-13 of the grouped form, of a mini-batch with these moments."""
-    assert spec.groups is not None
-    if moments.weight is None:
-        inverse_m = moments.mean.new_full((), 1 / moments.mean.shape[0])
-    else:
-        inverse_m = 1 / (moments.weight > 0).sum(0).squeeze(-1).clamp(min=1).to(moments.mean.dtype)
-    return Statistics(*formula.batch_statistics(torch, moments), *feature_statistics(moments, spec.groups), inverse_m)
-
-
-def feature_statistics(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
-    """Eqs 12, 13 over groups; a sample's bits do not depend on the others, though torch splits a lone row otherwise."""
-    lone = is_plain_cpu(moments.mean) and moments.mean.shape[0] == 1
-    if lone:
-        moments = Moments(torch.cat([moments.mean] * 2), torch.cat([moments.var] * 2), moments.weight)
-    mean, var = formula.feature_statistics(torch, moments, groups)
-    return (mean[:1], var[:1]) if lone else (mean, var)
-
-
-def apply(
-    x: Tensor, s: Statistics, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int,
-    spec: Spec,
-) -> Tensor:  # fmt: skip
-    """Eqs 14-17, or 22-25, of ``x``; hidden entries come out 0."""
-    pair = formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec)
-    a, b = (broadcast(value, x, channel_dim) for value in pair)
-    return hide(a * x + b, mask, channel_dim)
+def measure(rows: Tensor, real: Tensor | None) -> Moments:
+    """``formula.moments``; on a CPU in few passes over memory, a sample's bits being the same in any mini-batch."""
+    followed = rows.requires_grad and torch.is_grad_enabled()
+    if real is None and rows.dim() > 2 and is_plain_cpu(rows) and rows.numel() > 0 and not followed:
+        seen, n = _Rows(rows, rows.dim() - 1), len(rows)
+        if n == 1:  # torch may sum it in another order than several
+            seen.x = torch.cat([seen.x, seen.x])
+        mean, var = _measure(seen)
+        return Moments(mean[:n], var[:n], None)
+    return formula.moments(torch, rows, real)
 
 
 def broadcast(value: Tensor, x: Tensor, channel_dim: int) -> Tensor:
@@ -58,30 +37,6 @@ def broadcast(value: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     return value.reshape(
         *value.shape[:-1], *[1] * (channel_dim - 1), value.shape[-1], *[1] * (x.dim() - 1 - channel_dim)
     )
-
-
-def measure(x: Tensor, mask: Tensor | None, channel_dim: int) -> Moments:
-    """Mean and variance over the positions of each sample and feature, ``(N, C)``; hidden entries of ``x`` are 0."""
-    over = tuple(at for at in range(1, x.dim()) if at != channel_dim)
-    if mask is not None:
-        real = mask.unsqueeze(channel_dim)
-        count = (real.sum(over) if over else real).to(x.dtype)
-        divisor = count.clamp(min=1)
-        mean = (x.sum(over) if over else x) / divisor
-        centred = torch.where(real, x - broadcast(mean, x, channel_dim), 0).square()
-        return Moments(mean, (centred.sum(over) if over else centred) / divisor, count)
-    if not over:
-        return Moments(x, torch.zeros_like(x), None)
-    if is_plain_cpu(x) and not (x.requires_grad and torch.is_grad_enabled()):
-        # A sample must give the same bits in any mini-batch, and torch may sum a lone one in another order.
-        lone = x.shape[0] == 1
-        mean, var = _measure(_Rows(torch.cat([x, x]) if lone else x, channel_dim))
-        return Moments(mean[:1], var[:1], None) if lone else Moments(mean, var, None)
-    mean = x.mean(over)
-    return Moments(mean, (x - broadcast(mean, x, channel_dim)).square().mean(over), None)
-
-
-# ---- on a CPU, without a compiler
 
 
 def is_plain_cpu(x: Tensor) -> bool:
@@ -93,13 +48,12 @@ class _Rows:
     """A tensor seen as ``(N, C, P)`` or ``(N, P, C)``, whichever lies so in memory, else as a copy."""
 
     def __init__(self, x: Tensor, channel_dim: int) -> None:
-        self.pairs = n, c = x.shape[0], x.shape[channel_dim]
-        self.channel_dim = channel_dim
+        n, self.features, self.channel_dim = x.shape[0], x.shape[channel_dim], channel_dim
         moved = x.movedim(channel_dim, -1)
         self.channels_first = not moved.is_contiguous()
-        self.shape, self.over, self.at = (n, -1, c), 1, -1
+        self.shape, self.over, self.at = (n, -1, self.features), 1, -1
         if self.channels_first:
-            self.shape, self.over, self.at = (n, c, -1), 2, 1
+            self.shape, self.over, self.at = (n, self.features, -1), 2, 1
             moved = x.movedim(channel_dim, 1)
         self.moved = moved.shape
         self.x = moved.contiguous().view(self.shape)
@@ -133,7 +87,7 @@ class _Rows:
 
 def _measure(rows: _Rows) -> tuple[Tensor, Tensor]:
     """Mean and variance over positions, ``(N, C)``."""
-    mean, var = torch.empty((2, *rows.pairs), dtype=rows.x.dtype)
+    mean, var = torch.empty((2, len(rows.x), rows.features), dtype=rows.x.dtype)
     for at, centred in rows.scratch():
         part = rows.x[at]
         torch.mean(part, rows.over, out=mean[at])
@@ -143,7 +97,7 @@ def _measure(rows: _Rows) -> tuple[Tensor, Tensor]:
 
 
 class Train(torch.autograd.Function):
-    """Normalize ``x``, for which ``is_plain_cpu``, by its own statistics; return them too.
+    """Normalize ``x``, for which ``is_plain_cpu``, by its own statistics; return them too, but ``1/m``.
 
     It keeps the input and the statistics for backward. A second derivative goes through plain operators.
     """
@@ -154,17 +108,16 @@ class Train(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows = _Rows(x, channel_dim)
         mean, var = _measure(rows) if x.dim() > 2 else (x, torch.zeros_like(x))
-        s = statistics(Moments(mean, var, None), spec)
-        by_number = s._replace(inverse_m=1 / x.shape[0])  # which takes no operators
-        a, b = formula.coefficients(torch, by_number, gamma, beta, x.shape[channel_dim], spec)
+        s = _statistics(Moments(mean, var, None), spec)
+        a, b = formula.coefficients(torch, s, gamma, beta, x.shape[channel_dim], spec)
         y = torch.empty_like(x)  # no view of anything: what follows may change it in place
         seen = _affine(rows, rows.x, a, b, out=rows.view(y))
         if seen.data_ptr() != y.data_ptr():
             y.copy_(rows.restore(seen))
         ctx.rest = channel_dim, spec
-        ctx.save_for_backward(x, gamma, beta, mean, a, *s)
-        ctx.mark_non_differentiable(*s)
-        return y, *s
+        ctx.save_for_backward(x, gamma, beta, mean, a, *s[:4])
+        ctx.mark_non_differentiable(*s[:4])
+        return y, *s[:4]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -175,9 +128,8 @@ class Train(torch.autograd.Function):
         rows = _Rows(x, channel_dim)
         dy_rows = rows.view(dy)
         sums, dots = _sums(rows, dy_rows, mean)
-        s = Statistics(*saved)._replace(inverse_m=1 / x.shape[0])
-        moments = Moments(mean, None, math.prod(x.shape[1:]) // x.shape[channel_dim])
-        c1, c0, d_gamma, d_beta = formula.gradients(torch, s, moments, sums, dots, gamma, spec)
+        s = Statistics(*[*saved, 1 / len(x)])
+        c1, c0, d_gamma, d_beta = _gradients(s, mean, rows.x[0].numel() // rows.features, sums, dots, gamma, spec)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(rows.x)
@@ -192,9 +144,50 @@ class Train(torch.autograd.Function):
         return dx, None if gamma is None else d_gamma, None if beta is None else d_beta, None, None
 
 
+def _statistics(moments: Moments, spec: Spec) -> Statistics:
+    """Eqs 10-13. ``1/m`` is a number, which takes no operators."""
+    assert spec.groups is not None
+    batch, features = formula.batch_statistics(torch, moments), formula.feature_statistics(torch, moments, spec.groups)
+    return Statistics(*batch, *features, 1 / len(moments.mean))
+
+
+def _gradients(
+    s: Statistics, mean: Tensor, positions: int, sums: Tensor, dots: Tensor, gamma: Tensor | None, spec: Spec
+) -> tuple[Tensor, ...]:
+    """``c1`` and ``c0`` of ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta.
+
+    This is the chain rule through ``formula.coefficients`` and the statistics, from sums over positions alone: ``sums``
+    of ``dy`` and ``dots`` of ``dy * (x - mean)``, both ``(N, C)``.
+    """
+    n, d = mean.shape
+    assert spec.groups is not None
+    by_group = spec.groups, -1
+    w_B, w_F = formula.weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
+    r_B, r_F = (s.batch_var + spec.eps) ** -0.5, ((s.feature_var + spec.eps) ** -0.5)[..., None]
+    mean_F = s.feature_mean[..., None]
+    g_mean, g_sums, g_dots = (value.view(n, *by_group) for value in (mean, sums, dots))
+    x_B = r_B * (dots + (mean - s.batch_mean) * sums).sum(0)  # dy * x_B, summed over all
+    x_F = r_F * (g_dots + (g_mean - mean_F) * g_sums)  # dy * x_F, summed over positions
+    total = sums.sum(0)
+    d_gamma = w_B * x_B + (w_F * x_F).sum(0).flatten()
+    # Each factor of r in its turn: r ** 3 would underflow where x is of order 1e15.
+    scale_B, scale_F = w_B * r_B / (n * positions), w_F * r_F / (g_mean.shape[-1] * positions)
+    if gamma is not None:
+        scale_B, g_gamma = scale_B * gamma, gamma.view(by_group)
+        g_sums, x_F = g_gamma * g_sums, g_gamma * x_F
+    slope_B = scale_B * x_B * r_B
+    slope_F = scale_F * x_F.sum(-1, keepdim=True) * r_F
+    offset_B = slope_B * s.batch_mean - scale_B * total
+    offset_F = slope_F * mean_F - scale_F * g_sums.sum(-1, keepdim=True)
+    c1, c0 = -(slope_B.view(by_group) + slope_F), offset_B.view(by_group) + offset_F
+    return c1.flatten(1), c0.flatten(1), d_gamma, total
+
+
 def _plain(x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, spec: Spec) -> Tensor:
-    s = statistics(measure(x, None, channel_dim), spec)
-    return apply(x, s, gamma, beta, None, channel_dim, spec)
+    rows = x.movedim(channel_dim, -1)
+    s = _statistics(formula.moments(torch, rows, None), spec)
+    y: Tensor = formula.normalize(torch, rows, s, gamma, beta, None, spec)
+    return y.movedim(-1, channel_dim)
 
 
 def _affine(rows: _Rows, x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -218,7 +211,7 @@ def _sums(rows: _Rows, dy: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
             dy.view(shape), rows.x.view(shape), one, flat, one, flat, one, False, 0.0, [False, True, True]
         )
         return sums.view(mean.shape), dots.view(mean.shape)
-    sums, dots = torch.empty((2, *rows.pairs), dtype=dy.dtype)
+    sums, dots = torch.empty((2, *mean.shape), dtype=dy.dtype)
     for at, product in rows.scratch():
         torch.sum(dy[at], 1, out=sums[at])
         torch.sub(rows.x[at], mean[at, None], out=product)

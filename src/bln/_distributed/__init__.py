@@ -1,1 +1,1 @@
-"""Statistics over several processes: synchronized training, and operations on whole models that ranks share."""
+"""Several processes: what they tell each other in training, and in operations on whole models."""

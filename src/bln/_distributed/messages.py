@@ -10,6 +10,7 @@ waits for a count.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import formula
-from .._masks import clamp_count, is_host_readable
+from .._masks import positions_of
 from .._spec import Spec
 from ..formula import MiniBatch, Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ..population import Population
 
 
 class Task(NamedTuple):
@@ -43,21 +46,30 @@ class Task(NamedTuple):
         return math.prod(self.positions)
 
 
-MOST_POSITIONS = 8
-"""Dimensions of positions a layer may have, where ranks tell each other."""
+def task_of(x: Tensor, channel_dim: int, spec: Spec, population: Population, group: ProcessGroup) -> Task:
+    """The task of normalizing ``x``; refuses positions that are not those of all ranks, when ranks first meet.
+
+    Messages of different positions would not fit together.
+    """
+    positions = population.positions_for(positions_of(x, channel_dim, spec))
+    if spec.per_position and not population.agreed_on_positions and not torch.compiler.is_compiling():
+        known = everyones(positions, group, x.device)
+        if len(set(known)) > 1:
+            raise ValueError(
+                f"the layer keeps statistics for each position, and ranks have different positions: {known}. Ways out: "
+                "(1) position_shape= the longest sequence there will be, on all ranks; (2) per_position=False; (3) pad "
+                "to one shape"
+            )
+        population.agreed_on_positions = True
+    return Task(channel_dim, spec, positions, group, population.batch_mean.dtype)
 
 
-def agree_on(positions: tuple[int, ...], group: ProcessGroup, device: torch.device) -> None:
-    """Refuse positions that are not those of all ranks, before the first message: messages would not fit together."""
-    sizes = (*positions, *[0] * MOST_POSITIONS)[:MOST_POSITIONS]
-    everyones = gather(torch.tensor(sizes, device=device), group).view(-1, len(sizes)).tolist()
-    if any(other != everyones[0] for other in everyones):
-        known = [tuple(size for size in sizes if size) for sizes in everyones]
-        raise ValueError(
-            f"the layer keeps statistics for each position, and ranks have different positions: {known}. Ways out: (1) "
-            "position_shape= the longest sequence there will be, on all ranks; (2) per_position=False; (3) pad to one "
-            "shape"
-        )
+def everyones(value: Any, group: ProcessGroup, device: torch.device) -> list[Any]:
+    """What each rank says: anything that can be pickled. NCCL sends by way of ``device``."""
+    said: list[Any] = [None] * group.size()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _exchange("meet the others", dist.all_gather_object, said, value, group=group)
+    return said
 
 
 def fit(value: Tensor, positions: tuple[int, ...]) -> Tensor:
@@ -97,13 +109,13 @@ def sums_of(
     return Sums(fit(entries, task.positions), feature_mean, feature_var, present)
 
 
-def exchange(what: str, collective: Any, *tensors: Any, group: ProcessGroup) -> None:
+def _exchange(what: str, collective: Any, *arguments: Any, group: ProcessGroup) -> None:
     """Run a collective, with an error that says what may have happened; ``what`` begins it."""
     if torch.compiler.is_compiling():
-        collective(*tensors, group=group)
+        collective(*arguments, group=group)
         return
     try:
-        collective(*tensors, group=group)
+        collective(*arguments, group=group)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {group.rank()} of {group.size()} could not {what}. Another rank has died, takes longer than the "
@@ -115,22 +127,17 @@ def exchange(what: str, collective: Any, *tensors: Any, group: ProcessGroup) -> 
 _STATISTICS = "exchange statistics in a synchronized BatchLayerNorm"
 
 
-def gather(message: Tensor, group: ProcessGroup) -> Tensor:
-    """The messages of all ranks, one after the other."""
-    gathered = message.new_empty(group.size() * len(message))
-    # torch renamed it in 2.13.
-    collective = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    exchange(_STATISTICS, collective, gathered, message, group=group)
-    return gathered
-
-
 def join(mean: Tensor, squares: Tensor, sums: Sums, task: Task) -> tuple[Tensor, Tensor, Sums]:
     """Batch mean and variance over all ranks, and the ranks' sums: the collective of forward."""
     # For each position samples are its entries: only groups need to know them as a whole.
     sends_samples = task.spec.groups is not None or not task.spec.per_position
     parts = [mean, squares, *sums] if sends_samples else [mean, squares, *sums[:-1]]
     message = torch.cat([value.reshape(-1) for value in parts])
-    gathered = gather(message.to(task.dtype), task.group).to(message.dtype).view(-1, len(message))
+    gathered = message.new_empty(task.group.size() * len(message), dtype=task.dtype)
+    # torch renamed it in 2.13.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    _exchange(_STATISTICS, gather, gathered, message.to(task.dtype), group=task.group)
+    gathered = gathered.to(message.dtype).view(-1, len(message))
     means, centred, *totals = (
         value.view(-1, *part.shape)
         for value, part in zip(gathered.split_with_sizes([p.numel() for p in parts], 1), parts, strict=True)
@@ -142,25 +149,16 @@ def join(mean: Tensor, squares: Tensor, sums: Sums, task: Task) -> tuple[Tensor,
 def add_up(message: Tensor, task: Task) -> Tensor:
     """Over ranks, what the loss says of mean and variance, ``(*positions, 2, d)``: the collective of backward."""
     flat = message.to(task.dtype).reshape(-1)  # the same on all ranks, whatever way they go
-    exchange(_STATISTICS, dist.all_reduce, flat, group=task.group)
+    _exchange(_STATISTICS, dist.all_reduce, flat, group=task.group)
     return flat.view(message.shape)
 
 
-def _count(count: Tensor) -> int | Tensor:
-    """The count; as a number where it is the same at all positions and can be looked at, which saves operations."""
-    if is_host_readable(count):
-        least, most = (int(bound) for bound in count.aminmax())
-        if least == most:
-            return least
-    return count.long()
-
-
 def conclude(mean: Tensor, var: Tensor, sums: Sums, task: Task) -> MiniBatch:
-    """The mini-batch of all ranks, from what ``join`` gave; its feature statistics are averaged already."""
-    samples = sums.entries if task.spec.per_position else sums.present
-    m, entries, present = _count(samples), _count(sums.entries), _count(sums.present)
-    if task.spec.groups is None:
-        present = m
-    divisor = clamp_count(entries if task.spec.groups is None else present)
-    features = sums.feature_mean / divisor, sums.feature_var / divisor
-    return MiniBatch(Statistics(mean, var, *features, 1 / samples.clamp(min=1)), m, entries, present)
+    """What the mini-batch of all ranks says of the population, as ``formula.estimates``, from what ``join`` gave."""
+    grouped = task.spec.groups is not None
+    m = sums.entries if task.spec.per_position else sums.present
+    present = sums.present if grouped else m
+    number = (sums.present if grouped else sums.entries).clamp(min=1)
+    s = Statistics(mean, var, sums.feature_mean / number, sums.feature_var / number, 1 / m.clamp(min=1))
+    s = formula.unbiased(s, sums.entries.clamp(min=1), present.clamp(min=1))
+    return MiniBatch(s, m, sums.entries, present)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
-from .._masks import counts_of
+from .._masks import positions_of
 from ..layer import BatchLayerNorm
 
 Norm = Callable[..., nn.Module]
@@ -52,14 +52,14 @@ class EqualWeights(BatchLayerNorm):
         """Normalize ``x``."""
         if not self.training:
             return super().forward(x, mask, residual)
-        m, entries, positions = counts_of(x, mask, self.channel_dim, self.spec)
+        positions = positions_of(x, self.channel_dim, self.spec)
         half = self.population.statistics(positions, 2)._replace(inverse_m=x.new_full((), 0.5))
         y, statistics = functional.batch_layer_norm(
             x, self.weight, self.bias, channel_dim=self.channel_dim, per_position=self.per_position, mask=mask,
             eps=self.eps, mix_eps=self.mix_eps, dim_scale=self.dim_scale, population=half, config="FFFF",
             residual=residual, activation=self.activation, return_statistics=True,
         )  # fmt: skip
-        self.population.update(statistics, m, entries, mask, positions, self.momentum)
+        self.population.update_from(x, mask, self.channel_dim, self.spec, statistics, self.momentum)
         return y
 
 

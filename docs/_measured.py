@@ -110,7 +110,7 @@ def _cost(results: Path) -> str:
     cpu = _range(_ratios(results / "benchmarks" / "resnet18_cpu.csv", "BLN grouped"))
     return (
         f"A training step takes {on_gpu}. On a CPU it takes {cpu} times BatchNorm's in ResNet-18. "
-        "Frozen for inference it costs nothing."
+        "With population statistics alone (`TTTT`), `bln.freeze` folds it away for inference."
     )
 
 

@@ -197,6 +197,18 @@ def test_a_norm_with_anything_else_behind_it_keeps_that_as_modules(act, drop):
     torch.testing.assert_close(made.eval()(x), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_running_statistics_of_a_norm_that_counts_no_mini_batches_are_those_of_one():
+    norm = nn.BatchNorm2d(6, momentum=None)
+    norm.num_batches_tracked = None  # as where a class of its own has none
+    norm.running_mean.normal_()
+    new, x = bln.convert(copy.deepcopy(norm.eval())), torch.randn(8, 6, 5, 4)
+    torch.testing.assert_close(new(x), norm(x))
+    assert new.population.updates[0] == 1
+    new.train()(x)
+    batch = (x.mean((0, 2, 3)) * 8 + norm.running_mean * 32) / 40
+    torch.testing.assert_close(new.population.batch_mean, batch)
+
+
 def test_what_cannot_be_converted_is_named_with_its_class_and_the_reason():
     class RMS(nn.Module):
         def __init__(self):

@@ -179,7 +179,8 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
     """Build BLN with the norm's parameters, eps, statistics and mode, followed by the norm's modules.
 
     Running statistics become the population's. The next mini-batch has the weight ``momentum``, as before. If that is
-    ``None``, they are the average of ``num_batches_tracked`` mini-batches, taken to be of 32 samples.
+    ``None``, they are the average of ``num_batches_tracked`` mini-batches, of one without it, taken to be of 32
+    samples.
     """
     weight, bias, running_mean = (getattr(norm, name, None) for name in ("weight", "bias", "running_mean"))
     # A norm without tensors takes device and type of the model's first.
@@ -210,7 +211,8 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
         else:
             population.batch_mean.copy_(running_mean)
             population.batch_var.copy_(norm.running_var)
-            updates, m = (norm.num_batches_tracked, 32) if momentum is None else (forgotten, 1)
+            counted = getattr(norm, "num_batches_tracked", None)
+            updates, m = (1 if counted is None else counted, 32) if momentum is None else (forgotten, 1)
             population.mark_seen(["batch_mean", "batch_var"], updates, m)
     layer.train(norm.training)
     if activation is not None or not rule.behind:

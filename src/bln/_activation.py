@@ -21,7 +21,7 @@ def check_activation(activation: Any) -> Activation | None:
         return activation
     names = ", ".join(map(repr, MODULES))
     raise ValueError(
-        f"activation must be None or one of {names}, got {activation!r}. For another, put its module behind the layer, "
+        f"activation must be None or one of {names}, got {activation!r}. For another, put its module after the layer, "
         "as in nn.Sequential(layer, nn.Tanh())"
     )
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_TOOLS = {"keras.Layer": "bln.keras", "flax.nnx.Module": "bln.flax", "torch.nn.Module": "bln._models.calibrate"}
+_TOOLS = {"keras.Layer": "bln.keras", "flax.nnx.Module": "bln.flax", "torch.nn.Module": "bln._models.layers"}
 """Keras first: on the torch backend its layers are torch modules too."""
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from ._install import install
-from ._models.calibrate import calibrate, required_layers
+from ._models.calibrate import calibrate
+from ._models.layers import required_layers
 from ._progress import check_repeatable
 
 T = TypeVar("T")

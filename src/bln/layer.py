@@ -37,7 +37,7 @@ class BatchLayerNorm(nn.Module):
     where ``mean_B``, ``var_B`` are mean and biased variance over samples, one for each position and feature, and
     ``mean_F``, ``var_F`` those over features, one for each sample and position. Population statistics are averaged on
     the way. In ``eval()`` each of the four is the population's or the current mini-batch's, as ``config`` says, and
-    ``1/m`` is the one remembered from training. Put the layer behind the nonlinearity.
+    ``1/m`` is the one remembered from training. Put the layer after the nonlinearity.
 
     With ``groups`` it is the form to use in convolutional nets: batch statistics are pooled over positions, as
     BatchNorm's, and feature statistics are those of a sample over a group of features and all positions, as
@@ -183,8 +183,8 @@ class BatchLayerNorm(nn.Module):
         Without one, a mask given by ``bln.padding`` is used where it fits. The residual is added to what was
         normalized, before the activation.
         """
-        if mask is None and _padding.known():
-            return _padding.normalize(self, x, partial(self._forward, residual=residual))
+        if mask is None and _padding.is_active():
+            return _padding.call_with_mask(self, x, partial(self._forward, residual=residual))
         if mask is None and self.training and self.spec.coefficients:
             y = _backends.train_quickly(self, x, residual)
             if y is not None:

@@ -45,8 +45,10 @@ class _Train(torch.autograd.Function):
         joined = messages.conclude(joined_mean, joined_var, total, task)
 
         w_B, w_F = formula.weights(joined.statistics.inverse_m, task.spec.mix_eps, c, task.spec.dim_scale)
-        behind = 1 / total.entries.clamp(min=1)
-        weights = torch.stack([value.expand(behind.shape).reshape(-1)[:q] for value in (w_B, w_F, behind)])
+        inverse_entries = 1 / total.entries.clamp(min=1)
+        weights = torch.stack(
+            [value.expand(inverse_entries.shape).reshape(-1)[:q] for value in (w_B, w_F, inverse_entries)]
+        )
         mean, var = (value.reshape(-1, c)[:q].contiguous() for value in (joined_mean, joined_var))
         y = torch.empty_like(x)
         plan.normalize(stream, x, y, None, gamma, beta, mean, var, None, None, weights, q, 0.0, 0.0)
@@ -64,7 +66,7 @@ class _Train(torch.autograd.Function):
         partial = new(x, 3, plan.measure_backward.parts, q, c)
         plan.measure_backward(stream, x, dy, None, mean, rows, partial)
         total, dot_B, dot_F = partial.sum(1)
-        w_B, w_F, behind = weights[..., None].unbind()
+        w_B, w_F, inverse_entries = weights[..., None].unbind()
         r_B = (var + task.spec.eps).rsqrt()
         d_gamma = typed((w_B * r_B * dot_B + w_F * dot_F).sum(0), gamma)
         d_beta = typed(total.sum(0), beta)
@@ -73,7 +75,7 @@ class _Train(torch.autograd.Function):
         scale = w_B * r_B if gamma is None else gamma.float() * (w_B * r_B)
         message = (torch.stack([total, r_B * (r_B * dot_B)], -2) * scale.unsqueeze(-2)).view(q, 2, c)
         message = messages.add_up(messages.fit(message, (task.known,)), task).view(-1, 2, c)[:q]
-        shares = (message * behind.unsqueeze(-1)).transpose(0, 1).contiguous()
+        shares = (message * inverse_entries.unsqueeze(-1)).transpose(0, 1).contiguous()
         dx = torch.empty_like(x)
         plan.differentiate(stream, x, dy, dx, None, gamma, mean, var, rows, shares, weights, q)
         return dx, d_gamma, d_beta, None, None

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._search.rebatch import count_samples
 from ..config import CURRENT, POPULATION, StatisticsConfig
 from ..layer import BatchLayerNorm
-from . import calibrate as models
+from .batches import check_batches, count_samples
 from .convert import replacements
+from .layers import layers, swap
+from .run import Step, preserved, run_batch, uncompiled, unwrapped
 
 CANDIDATES: tuple[float, ...] = (POPULATION, 64.0, 16.0, 4.0)
 """The prior strengths to choose from; of equals the first is taken, which depends least on its batch."""
@@ -37,10 +38,10 @@ class Adaptation:
         if model in found:
             raise ValueError(f"a {type(model).__name__} cannot be replaced in place; put it in nn.Sequential")
         self._model = model
-        models.swap(model, found)
+        swap(model, found)
         self._norms = {new: old for old, new in found.items()}
         self.prior, self.agreement = POPULATION, dict[float, float]()
-        self.layers = {name: layer for name, layer in models.layers(model).items() if _takes_batch_statistics(layer)}
+        self.layers = {name: layer for name, layer in layers(model).items() if _takes_batch_statistics(layer)}
         for name in [name for name, layer in self.layers.items() if not layer.population.updates[:2].any()]:
             del self.layers[name]
             self.notes.append(f"{name}: left as it is, it has no population statistics to mix with those of a request")
@@ -65,7 +66,7 @@ class Adaptation:
             layer._memory = memory
         for new, old in self._norms.items():
             old.train(new.training)
-        models.swap(self._model, self._norms)
+        swap(self._model, self._norms)
         self._before, self._norms, self.layers = {}, {}, {}
 
     def _remembered(self) -> dict[str, Tensor]:
@@ -101,7 +102,7 @@ def adapt(
     *,
     prior: float = 16,
     memory: int | None = None,
-    step: models.Step | None = None,
+    step: Step | None = None,
 ) -> Adaptation:
     """Let a pretrained BatchNorm net fit its statistics to the data of each request, in place and without training.
 
@@ -138,9 +139,9 @@ def adapt(
         'BatchNorm2d'
     """
     StatisticsConfig(prior, prior, True, True)  # refuses a wrong prior
-    model = models.unwrapped(model)
+    model = unwrapped(model)
     if batches is not None:
-        models.check_batches(batches)
+        check_batches(batches)
         batches = list(batches)
         if not batches:
             raise ValueError("adapt got no batches to choose by; was the iterable used up before?")
@@ -155,7 +156,7 @@ def adapt(
         for layer in adaptation.layers.values():
             layer.memory = memory
         if batches is not None:
-            adaptation.agreement = _agreement(adaptation, model, batches, step or models.run)
+            adaptation.agreement = _agreement(adaptation, model, batches, step or run_batch)
             prior = max(adaptation.agreement, key=lambda k: adaptation.agreement[k])
             adaptation.forget()
         adaptation.set_prior(prior)
@@ -175,7 +176,7 @@ def _takes_batch_statistics(layer: BatchLayerNorm) -> bool:
 
 
 @torch.no_grad()
-def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], step: models.Step) -> dict[float, float]:
+def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], step: Step) -> dict[float, float]:
     """For each candidate, how well its answers to single batches agree with those to all batches together."""
     memories = {layer: layer.memory for layer in adaptation.layers.values()}
     samples = [count_samples(batch) for batch in batches]
@@ -184,7 +185,7 @@ def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], ste
         adaptation.set_prior(prior)
         return [_tensor(step(model, batch)) for batch in batches]
 
-    with models.preserved(model), models.uncompiled():
+    with preserved(model), uncompiled():
         model.eval()
         for layer in memories:
             layer.memory = sum(samples)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .convert import convert, replacements
-from .freeze import difference, floats
+from .run import difference, floats
 
 _ROUNDS = 10
 """Steps of each model that are timed."""

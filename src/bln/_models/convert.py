@@ -12,7 +12,7 @@ from torch import nn
 from .._spec import positive
 from ..layer import BatchLayerNorm
 from . import padding
-from .calibrate import hooked, layers, swap
+from .layers import hooked, layers, swap
 from .norms import build, find_rule, looks_like_a_norm, qualified
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def convert(
     converted = found.get(model, model)
     if not (notes or layers(converted)):
         notes.append(
-            f"{type(model).__name__} has no norms, and is as it was; bln.insert(model, example) puts BLN behind its "
+            f"{type(model).__name__} has no norms and was not changed; bln.insert(model, example) adds BLN after its "
             "nonlinearities"
         )
     for module in converted.modules():  # torch's fused encoder would run its own layer norm on the weights of ours
@@ -78,7 +78,7 @@ def convert(
             module.use_nested_tensor = False
         elif isinstance(module, BatchLayerNorm) and process_group is not None:
             module.process_group = process_group
-    padding.install(converted)
+    padding.install_hooks(converted)
     if notes:
         warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
     return converted

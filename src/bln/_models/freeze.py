@@ -7,16 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from .._activation import MODULES
 from ..layer import BatchLayerNorm
 from ..population import STATISTICS
 from .affine import as_affine, fixed_map
-from .calibrate import hooked, required_layers, swap, unwrapped
-from .insert import call
+from .layers import hooked, required_layers, swap
 from .neighbours import TRANSPOSED, Fold, Neighbours, watch
+from .run import difference, run_example, unwrapped
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def freeze(
         reasons = "".join(f"\n  {name or 'the model'}: {why}" for name, why in done.left.items())
         warnings.warn(f"bln.freeze: every layer is left as it is:{reasons}", stacklevel=2)
     if before is not None:
-        done = replace(done, difference=difference(before, call(frozen, example)))
+        done = replace(done, difference=difference(before, run_example(frozen, example)))
     frozen = wrapper if frozen is model else frozen
     return (frozen, done) if report else frozen
 
@@ -152,15 +151,3 @@ def _apply(fold: Fold) -> None:
     if bias is not None or new_bias.any():
         like = weight if bias is None else bias
         module.bias = nn.Parameter(new_bias.to(like.dtype), requires_grad=like.requires_grad)
-
-
-def difference(before: Any, after: Any) -> float:
-    """The largest difference of two outputs, over the largest value."""
-    zero = torch.zeros(1, dtype=torch.float64)  # for outputs without a value
-    a, b = (torch.cat([zero, *(t.cpu().double().flatten() for t in floats(each))]) for each in (before, after))
-    return (a - b).abs().max().item() / (a.abs().max().item() or 1.0)
-
-
-def floats(outputs: Any) -> list[Tensor]:
-    """The floating point tensors of a model's outputs."""
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

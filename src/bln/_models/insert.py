@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from ..layer import BatchLayerNorm
-from .calibrate import preserved
+from .run import preserved, run_example
 
 NONLINEARITIES = (
     nn.Tanh, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
@@ -66,17 +65,17 @@ def insert(
         traced = fx.GraphModule(model, Tracer().trace(model))
     except Exception as error:
         raise ValueError(
-            f"torch.fx cannot trace {type(model).__name__} ({error}); place bln.BatchLayerNorm by hand, behind each "
+            f"torch.fx cannot trace {type(model).__name__} ({error}); place bln.BatchLayerNorm by hand, after each "
             "nonlinearity"
         ) from error
     with preserved(traced), redirect_stderr(StringIO()):  # where it prints an error, too
-        call(ShapeProp(traced.eval()).propagate, example if isinstance(example, tuple) else (example,))
+        run_example(ShapeProp(traced.eval()).propagate, example if isinstance(example, tuple) else (example,))
 
     nonlinear = [node for node in traced.graph.nodes if _is_nonlinear(node, after)]
     found = [node for node in nonlinear if not any(isinstance(called(user), BatchLayerNorm) for user in node.users)]
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no nonlinearity without a BatchLayerNorm behind it; after= are the types to "
+            f"{type(model).__name__} has no nonlinearity without a BatchLayerNorm after it; after= are the types to "
             f"look for, {', '.join(kind.__name__ for kind in after)}"
         )
     like = next(model.parameters(), torch.empty(0))
@@ -114,22 +113,6 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether not to trace inside ``m``."""
         return isinstance(m, BatchLayerNorm) or super().is_leaf_module(m, module_qualified_name)
-
-
-def call(function: Callable[..., Any], example: Any) -> Any:
-    """Call a model, or what runs one, with an example: an input, a tuple of inputs or a dict of arguments."""
-    try:
-        with torch.no_grad():
-            if isinstance(example, Mapping):
-                return function(**example)
-            return function(*example) if isinstance(example, tuple) else function(example)
-    except Exception as error:
-        given = example if isinstance(example, tuple) else (example,)
-        shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given)
-        raise ValueError(
-            f"the example does not run through the model ({error.__cause__ or error}). It was {shapes}; pass an input, "
-            "a tuple of inputs or a dict of arguments"
-        ) from error
 
 
 def called(node: fx.Node) -> nn.Module | None:

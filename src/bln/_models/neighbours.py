@@ -14,13 +14,14 @@ from torch import Tensor, fx, nn
 
 from ..layer import BatchLayerNorm
 from .affine import flattened
-from .calibrate import hooked, layers
-from .insert import Tracer, call, called
+from .insert import Tracer, called
+from .layers import hooked, layers
+from .run import run_example
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NOTHING_IN_EVAL = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-_Side = Literal["before", "behind"]
+_Side = Literal["before", "after"]
 
 
 class Fold(NamedTuple):
@@ -28,7 +29,7 @@ class Fold(NamedTuple):
 
     module: nn.Module
     side: _Side
-    """Where the module stands: ``before`` the map or ``behind`` it."""
+    """Where the module stands: ``before`` the map or ``after`` it."""
     values: Tensor
 
 
@@ -61,9 +62,9 @@ class Neighbours:
         if isinstance(before, Fold):
             return before
         if layer.activation is not None:
-            return f"{before}; what stands behind it takes its {layer.activation}"
-        behind = self._fold(layer, values, "behind", _behind(node))
-        return behind if isinstance(behind, Fold) else f"{before}; {behind}"
+            return f"{before}; its {layer.activation} stands between it and what comes after"
+        after = self._fold(layer, values, "after", _after(node))
+        return after if isinstance(after, Fold) else f"{before}; {after}"
 
     def _used_once(self, module: nn.Module) -> bool:
         called_once = self.calls is None or len(self.calls.get(module, ())) == 1
@@ -96,7 +97,7 @@ class Neighbours:
             fits = rank in (None, wanted) and layer.channel_dim % wanted == 1
         if not fits:
             return f"features stand elsewhere for {name}" + ", or may: pass example=" * (rank is None)
-        if side == "behind" and not linear and values[1].any() and _adds_zeros(module):
+        if side == "after" and not linear and values[1].any() and _adds_zeros(module):
             return f"{name} puts zeros between or around its inputs, which the shift would miss"
         return Fold(module, side, values)
 
@@ -122,7 +123,7 @@ def _before(node: fx.Node) -> _Found:
         node = source
 
 
-def _behind(node: fx.Node) -> _Found:
+def _after(node: fx.Node) -> _Found:
     """Where a layer's output goes, past modules without an effect in eval and a flatten."""
     flat = False
     while True:
@@ -130,11 +131,11 @@ def _behind(node: fx.Node) -> _Found:
             return f"what comes out of it is used {len(node.users)} times"
         (user,) = node.users
         if user.op == "output":
-            return "no layer stands behind it"
+            return "no layer stands after it"
         if len(user.all_input_nodes) > 1 or user.args[:1] != (node,):
-            return f"{user.name} behind it is not linear in it"
+            return f"{user.name} after it is not linear in it"
         if user is not node.next:  # without the layer, its output and its input share memory
-            return f"something may be changed in place before {user.name} behind it"
+            return f"something may be changed in place before {user.name} after it"
         if not (_is_idle(user) or (_flattens(user) and not flat)):
             return user, flat
         flat = flat or not _is_idle(user)
@@ -184,7 +185,7 @@ def watch(model: nn.Module, example: Any) -> tuple[_Calls, Any]:
 
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()]
     try:
-        return calls, call(model, example)
+        return calls, run_example(model, example)
     finally:
         for handle in handles:
             handle.remove()

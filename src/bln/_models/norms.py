@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._activation import MODULES, Activation
 from ..layer import BatchLayerNorm
-from .calibrate import HOOKS, hooked, layers
+from .layers import HOOKS, hooked, layers
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -34,7 +34,7 @@ class _Rule(NamedTuple):
     features: int
     groups: int | None
     channel_dim: int = 1
-    behind: tuple[str, ...] = ()
+    following: tuple[str, ...] = ()
     """The children of the norm that are applied to its result, in this order."""
 
 
@@ -107,7 +107,7 @@ def _try(norm: nn.Module, rules: list[_Rule], eps: float, features: int) -> _Rul
             value += torch.rand(value.shape, generator=random, device="cpu", dtype=torch.float32) + 0.5
         if name == "running_var":
             value[::2] *= eps  # so that another eps would show
-    behind = tuple(sorted((n for n, m in probe.named_children() if type(m) is not nn.Identity), key="drop".__ne__))
+    following = tuple(sorted((n for n, m in probe.named_children() if type(m) is not nn.Identity), key="drop".__ne__))
     found, failures = list[tuple[int, Tensor, Any]](), list[Exception]()
     for channel_dim in (1, -1):
         for x in _inputs(features, channel_dim, eps, random):
@@ -118,7 +118,7 @@ def _try(norm: nn.Module, rules: list[_Rule], eps: float, features: int) -> _Rul
     if not found:
         return f"it cannot be run on an input alone ({failures[0]})"
     most = max(x.dim() for _, x, _ in found)  # (N, C) alone does not say where features stand
-    for rule in (rule._replace(behind=behind) for rule in rules):
+    for rule in (rule._replace(following=following) for rule in rules):
         new = build(probe, rule, torch.empty(0, device="cpu")).eval()
         pairs = [(x, y) for channel_dim, x, y in found if channel_dim == rule.channel_dim]
         # A parameter that a rule would drop may matter in training.
@@ -189,8 +189,8 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
     momentum = getattr(norm, "momentum", 0.1) if rule.kind == "batch" else 0.1
     if isinstance(norm, _INSTANCE_NORMS):
         momentum = momentum or 0.0  # torch's meaning of None there
-    behind = {name: norm.get_submodule(name) for name in rule.behind}
-    activation = _activation(behind.values())
+    following = {name: norm.get_submodule(name) for name in rule.following}
+    activation = _activation(following.values())
     layer = BatchLayerNorm(
         rule.features, groups=rule.groups, channel_dim=rule.channel_dim, per_position=False, dim_scale=False,
         eps=_eps(norm) or 0.0, mix_eps=0.0, momentum=momentum, affine=weight is not None, bias=bias is not None,
@@ -215,16 +215,16 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
             updates, m = (1 if counted is None else counted, 32) if momentum is None else (forgotten, 1)
             population.mark_seen(["batch_mean", "batch_var"], updates, m)
     layer.train(norm.training)
-    if activation is not None or not rule.behind:
+    if activation is not None or not rule.following:
         return layer
-    new = nn.Sequential(OrderedDict[str, nn.Module](norm=layer, **behind))
+    new = nn.Sequential(OrderedDict[str, nn.Module](norm=layer, **following))
     new.training = norm.training
     return new
 
 
-def _activation(behind: Iterable[nn.Module]) -> Activation | None:
+def _activation(following: Iterable[nn.Module]) -> Activation | None:
     """The activation that these modules amount to, if the layer has it."""
-    working = [m for m in behind if hooked(m) or not (isinstance(m, _DROPOUTS) and m.p == 0)]
+    working = [m for m in following if hooked(m) or not (isinstance(m, _DROPOUTS) and m.p == 0)]
     if len(working) != 1 or hooked(working[0]):
         return None
     # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.

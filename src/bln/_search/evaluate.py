@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .._models import calibrate as models
+from .._models.batches import count_samples, holds_samples, is_pair, length, part, to_device
+from .._models.run import Step, run_batch
 from ..formula import Priors
 from ..layer import BatchLayerNorm
 from .measure import Function, measure
 from .per_layer import Assignment
-from .rebatch import count_samples, holds_samples, is_pair, length, part
 
 Scores = list[list[Any]]
 """The loss and the metrics of each assignment: numbers, or tensors without dimensions, left on their device."""
@@ -49,7 +49,7 @@ class Evaluator:
     model: nn.Module
     layers: Sequence[BatchLayerNorm]
     functions: Sequence[tuple[str, Function]]
-    step: models.Step | None
+    step: Step | None
     single: bool
     why: str | None = None
     """Why assignments run separately; empty if together, ``None`` before the first mini-batch."""
@@ -67,7 +67,7 @@ class Evaluator:
                     f"expected batches of (inputs, targets), got a {type(batch).__name__}; for others pass step=, such "
                     "as step=lambda model, batch: (model(batch['inputs']), batch['labels'])"
                 )
-            batch = models.to_device(batch, self._device)  # once for all assignments
+            batch = to_device(batch, self._device)  # once for all assignments
         if self.why is None:
             found = self._check(part(batch, 0, _PROBES) if self.single else batch, assignments)
             if not self.single:
@@ -121,7 +121,7 @@ class Evaluator:
 
     def _run(self, batch: Any) -> tuple[Any, Any]:
         if self.step is None:
-            return models.run(self.model, batch), batch[1]
+            return run_batch(self.model, batch), batch[1]
         result = self.step(self.model, batch)
         if not is_pair(result):
             raise ValueError(f"step(model, batch) must return (outputs, targets), got {type(result).__name__}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._distributed.ranks import Ranks
-from .._models.calibrate import Snapshots, restore
+from .._models.layers import Snapshots, restore
 from .._progress import track
 from ..config import StatisticsConfig
 from .evaluate import Evaluator

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from .._distributed.ranks import Ranks
-from .._models import calibrate as models
+from .._models.batches import check_batches
+from .._models.calibrate import calibrate_on
+from .._models.layers import Snapshots, required_layers, restore, snapshots
+from .._models.run import Step, preserved, uncompiled, unwrapped
 from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
 from .evaluate import Evaluator, assigned
@@ -43,7 +46,7 @@ def search(
     storage: Any = None,
     study: str = "bln.search",
     trials: int | None = None,
-    step: models.Step | None = None,
+    step: Step | None = None,
     process_group: ProcessGroup | Literal["world"] | None = None,
     progress: bool = True,
 ) -> SearchResult:
@@ -86,10 +89,10 @@ def search(
         >>> len(result), model[2].config == row.config
         (16, True)
     """
-    found = models.required_layers(model)
+    found = required_layers(model)
     scored = functions(loss, metrics)
     configs = choices(candidates)
-    models.check_batches(batches)
+    check_batches(batches)
     if sampler is not None and not per_layer:
         raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
     if sampler is None and (storage is not None or trials is not None):
@@ -100,13 +103,13 @@ def search(
     progress = progress and ranks.rank == 0
     layers = list(found.values())
 
-    with ranks.guard(), models.uncompiled(), _as_found(model, layers):
+    with ranks.guard(), uncompiled(), _as_found(model, layers):
         model.eval()
-        statistics: list[models.Snapshots] = [models.snapshots(layers)]
+        statistics: list[Snapshots] = [snapshots(layers)]
         if calibrate is not None:
-            models.calibrate_on(ranks, model, calibrate, step, progress)
-            statistics.insert(0, models.snapshots(layers))
-        evaluator = Evaluator(models.unwrapped(model), layers, scored, step, single=False)
+            calibrate_on(ranks, model, calibrate, step, progress)
+            statistics.insert(0, snapshots(layers))
+        evaluator = Evaluator(unwrapped(model), layers, scored, step, single=False)
         singles = replace(evaluator, single=True)
         held = list(batches) if per_layer or rebatch else batches
         objective = Objective(evaluator, singles, held, list(found), configs, robust, progress, ranks)
@@ -167,9 +170,9 @@ def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
 
     Memories of requests are set aside: what one configuration leaves there would be among the statistics of the next.
     """
-    populations, memories = models.snapshots(layers), [layer.memory for layer in layers]
+    populations, memories = snapshots(layers), [layer.memory for layer in layers]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with models.preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
+    with preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
         try:
             for layer in layers:
                 layer.memory = None
@@ -177,6 +180,6 @@ def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
         finally:
             for layer, memory in zip(layers, memories, strict=True):
                 layer._memory = memory
-            models.restore(layers, populations)
+            restore(layers, populations)
             for buffer, value in buffers:
                 buffer.copy_(value)

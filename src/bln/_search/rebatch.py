@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from .._distributed.ranks import Ranks
+from .._models.batches import count_samples, holds_samples, is_pair
 
 ORDERS = ("shuffled", "sorted", "single")
 
@@ -63,32 +64,3 @@ def reorder(ranks: Ranks, batches: Sequence[Any]) -> dict[str, Iterable[Any]]:
     own = _Samples(batches).orders() if batches else dict[str, Iterable[Any]].fromkeys(ORDERS, ())
     everywhere = ranks.gather(torch.tensor([[name in own for name in ORDERS]])).all(0).tolist()
     return {name: own[name] for name, wanted in zip(ORDERS, everywhere, strict=True) if wanted}
-
-
-def part(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a mini-batch, as a mini-batch."""
-    n = count_samples(batch)
-    return pytree.tree_map(lambda leaf: leaf[start:stop] if holds_samples(leaf, n) else leaf, batch)
-
-
-def count_samples(batch: Any) -> int:
-    """Count the samples of a mini-batch: its targets, if it is ``(inputs, targets)``."""
-    return length(batch[1], batch[0]) if is_pair(batch) else length(batch)
-
-
-def length(*values: Any) -> int:
-    """The length of the first tensor in ``values``, which may be nested."""
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return len(leaf)
-    raise ValueError("a batch holds no tensor to tell how many samples it has")
-
-
-def is_pair(value: Any) -> bool:
-    """Whether a value is a tuple or list of two, as ``(inputs, targets)``."""
-    return isinstance(value, tuple | list) and len(value) == 2
-
-
-def holds_samples(leaf: Any, n: int) -> bool:
-    """Whether a leaf of a mini-batch is a tensor with one entry for each of ``n`` samples."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == n

@@ -171,7 +171,7 @@ class BatchLayerNorm(nn.Module):
     @property
     def process_group(self) -> ProcessGroup | Literal["world"] | None:
         """The ranks that training takes statistics over; assign ``None`` for this process alone."""
-        return None if self._group is None else self._group.given
+        return None if self._group is None else self._group.process_group
 
     @process_group.setter
     def process_group(self, value: ProcessGroup | Literal["world"] | None) -> None:

@@ -72,7 +72,7 @@ def calibrate_on(
             for batch in track(batches, "calibrate") if progress and ranks.rank == 0 else batches:
                 step(unwrapped(model), batch)
                 count += 1
-            if (count := sum(ranks.meet(count))) == 0:
+            if (count := sum(ranks.exchange(count))) == 0:
                 raise ValueError("calibrate got no batches; was the iterable used up before?")
         merge(found, ranks, share=False)
         on_ranks = ranks.gather(torch.tensor([[layer in reached for layer in unique]])).any(0).tolist()

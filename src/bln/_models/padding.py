@@ -45,7 +45,7 @@ def padding(mask: Tensor) -> AbstractContextManager[None]:
 
 
 class _Block(AbstractContextManager[None]):
-    """A block whose layers use this mask, or none. Its owner is the module whose hook opened it, or ``None``: the user."""
+    """A block whose layers use this mask, or none. Its owner is the module whose hook opened it; ``None``, the user."""
 
     def __init__(self, mask: Tensor | None, owner: nn.Module | None = None) -> None:
         self.mask, self.owner = mask, owner

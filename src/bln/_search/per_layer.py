@@ -61,14 +61,14 @@ def _descend(objective: Objective, best: Assignment) -> None:
 
 def _lead(objective: Objective, assignment: Assignment, what: str) -> float:
     """Return the cost of an assignment, and tell the other ranks of it."""
-    objective.ranks.tell([*map(objective.configs.index, assignment)])
+    objective.ranks.broadcast([*map(objective.configs.index, assignment)])
     return objective.costs([assignment], what)[0]
 
 
 def _follow(objective: Objective) -> None:
     """Evaluate what rank 0 asks for until it asks for nothing."""
     nothing = [-1] * len(objective.names)
-    while (indices := objective.ranks.tell(nothing)) != nothing:
+    while (indices := objective.ranks.broadcast(nothing)) != nothing:
         objective.costs([tuple(objective.configs[at] for at in indices)], "study")
 
 
@@ -112,7 +112,7 @@ def _explore(
             study.optimize(cost, callbacks=[optuna.study.MaxTrialsCallback(wanted, states)])
         best = read(study.best_trial.params)
     _lead(objective, best, "the best of the study")  # another process may have found it
-    objective.ranks.tell([-1] * len(names))
+    objective.ranks.broadcast([-1] * len(names))
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def layers(model: Any) -> dict[str, BatchLayerNorm]:
     return {name: found[name] for name in names}
 
 
-# ---- what _array_models.py takes of a framework
+# ---- what _array_models.py needs of a framework
 
 _LAYER = "bln.flax.BatchLayerNorm"
 _ACCURACY_THRESHOLD = 0.0  # of logits

@@ -185,14 +185,14 @@ def layers(model: Any) -> dict[str, BatchLayerNormalization]:
 
 
 def _walk(layer: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield a layer, which stands at this path, and all inside it."""
+    """Yield a layer and all inside it, each with its path."""
     yield path, layer
     for child in layer._flatten_layers(include_self=False, recursive=False):
         yield from _walk(child, f"{path}/{child.name}" if path else child.name)
 
 
 class ResetStatistics(keras.callbacks.Callback):
-    """Forget the population when an epoch begins, in layers with ``momentum=None``: theirs is then of the epoch."""
+    """Forget the population when an epoch begins, in layers with ``momentum=None``, so that they average one epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forget the population."""
@@ -206,7 +206,7 @@ class Calibrate(keras.callbacks.Callback):
 
     Args:
         batches: What ``calibrate`` takes; each evaluation goes through them.
-        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+        progress: Show a progress bar, if rich is installed and standard error is a terminal.
     """
 
     def __init__(self, batches: Iterable[Any], *, progress: bool = False) -> None:
@@ -219,7 +219,7 @@ class Calibrate(keras.callbacks.Callback):
         calibrate(self.model, self.batches, progress=self.progress)
 
 
-# ---- what _array_models.py takes of a framework
+# ---- what _array_models.py needs of a framework
 
 _LAYER = "BatchLayerNormalization"
 _ACCURACY_THRESHOLD = 0.5  # of probabilities, as in compile(metrics=["accuracy"])
@@ -233,7 +233,7 @@ def _modes(model: Any) -> list[tuple[Any, str]]:
 
 def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool) -> Callable[[Any], Any]:
     """Return the function that runs the model on inputs, or ``step`` on a batch."""
-    if calibrating:  # what was traced before would not calibrate
+    if calibrating:  # a function traced before would not calibrate
         model.predict_function = None
     return model.predict_on_batch if step is None else partial(step, model)
 

@@ -1,6 +1,6 @@
-"""Many configurations on one mini-batch: in one pass where the model allows it, else one after the other.
+"""Score many configurations on one mini-batch: in one pass where the model allows it, else one after the other.
 
-In one pass ``torch.vmap`` follows which values differ between configurations. What precedes the first BLN layer that
+In one pass ``torch.vmap`` tracks which values differ between configurations. What precedes the first BLN layer that
 differs is computed once. After it, every configuration has a copy of the mini-batch, with statistics of its own.
 """
 
@@ -33,7 +33,7 @@ Scores = list[list[Any]]
 _PROBES = 4
 """Single samples for the check that one pass gives the same losses."""
 _CPU_NUMBERS, _CPU_COPIES = 2**21, 4
-"""On a CPU: the most values the copies of a layer's output may have, and the copies that are always made.
+"""On a CPU: the most values that the copies of a layer's output may have in all, and the copies that are always made.
 
 Larger tensors leave the cache. Of a (32, 64, 28, 28) input, 4 copies take the time of separate evaluations, 16 take 1.7
 times as long."""
@@ -41,7 +41,7 @@ times as long."""
 
 @dataclass
 class Evaluator:
-    """Scores assignments on mini-batches, or if ``single`` on each of their samples alone.
+    """Score assignments on mini-batches, or if ``single`` on each of their samples alone.
 
     The first mini-batch is evaluated in both ways. If the losses are the same, assignments run together from there on.
     """
@@ -75,7 +75,7 @@ class Evaluator:
         if not self.why:
             try:
                 results = self._together(batch, assignments)
-            except Exception as error:  # whatever the model cannot do vectorized, it can do without
+            except Exception as error:  # a model that cannot be vectorized can still run separately
                 self.why = _headline(error)
             else:
                 return self._scores(results, batch)
@@ -136,7 +136,7 @@ class Evaluator:
 
 
 def _tolerance(device: torch.device, outputs: Any) -> float:
-    """The root of the coarsest epsilon of the outputs' types, autocast and TF32.
+    """Return the root of the coarsest epsilon of the outputs' types, autocast and TF32.
 
     With another batch size libraries sum in another order. Differences of an epsilon then grow from layer to layer,
     most where a variance is near 0, but seldom by 1/sqrt(epsilon), 3,000 in float32; and a false alarm costs time, not
@@ -151,7 +151,7 @@ def _tolerance(device: torch.device, outputs: Any) -> float:
 
 
 def _headline(error: Exception) -> str:
-    """An error's type and the first sentence of its message."""
+    """Return an error's type and the first sentence of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text.split('. ')[0]}" if text else type(error).__name__
 
@@ -161,7 +161,7 @@ def _headline(error: Exception) -> str:
 
 @contextmanager
 def assigned(layers: Sequence[BatchLayerNorm], configs: Sequence[Any]) -> Iterator[None]:
-    """Run the layers with these configurations, or with stacked ones."""
+    """Set these configurations, or stacked ones, and restore those before at the end."""
     before = [layer.config for layer in layers]
     try:
         for layer, config in zip(layers, configs, strict=True):
@@ -173,7 +173,7 @@ def assigned(layers: Sequence[BatchLayerNorm], configs: Sequence[Any]) -> Iterat
 
 
 class _Stacked(Priors):
-    """The configurations of all copies: prior strengths in tensors, by which ``formula.choose`` selects."""
+    """The configurations of all copies, as ``formula.choose`` takes them: prior strengths in tensors."""
 
     uses_batch = uses_features = True
 

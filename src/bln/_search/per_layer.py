@@ -1,4 +1,4 @@
-"""A configuration for each layer: by coordinate descent, or by an Optuna study that can be resumed and shared."""
+"""Search a configuration for each layer: by coordinate descent, or by an Optuna study to resume and share."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SAME = 1e-3
 
 
 def search_layers(objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None) -> None:
-    """Look for configurations of single layers, from the shared ones on."""
+    """Search a configuration for each layer, starting from those that all layers share."""
     shared = dict(zip(objective.shared, objective.costs(objective.shared, "search"), strict=True))
     if sampler is None:
         _descend(objective, min(shared, key=lambda assignment: nan_last(shared[assignment])))
-    elif objective.ranks.rank == 0:  # alone talks to the study
+    elif objective.ranks.rank == 0:  # the only rank that uses the study
         trials = len(objective.configs) * len(objective.names) if trials is None else trials
-        _explore(objective, shared, sampler, storage, study, trials)
+        _run_study(objective, shared, sampler, storage, study, trials)
     else:
         _follow(objective)
 
@@ -59,20 +59,20 @@ def _descend(objective: Objective, best: Assignment) -> None:
 # ---- by Optuna
 
 
-def _lead(objective: Objective, assignment: Assignment, what: str) -> float:
-    """Return the cost of an assignment, and tell the other ranks of it."""
+def _cost_on_all_ranks(objective: Objective, assignment: Assignment, what: str) -> float:
+    """Return the cost of an assignment, which the other ranks evaluate too, in ``_follow``."""
     objective.ranks.broadcast([*map(objective.configs.index, assignment)])
     return objective.costs([assignment], what)[0]
 
 
 def _follow(objective: Objective) -> None:
-    """Evaluate what rank 0 asks for until it asks for nothing."""
+    """Evaluate the assignments that rank 0 broadcasts, until it broadcasts none."""
     nothing = [-1] * len(objective.names)
     while (indices := objective.ranks.broadcast(nothing)) != nothing:
         objective.costs([tuple(objective.configs[at] for at in indices)], "study")
 
 
-def _explore(
+def _run_study(
     objective: Objective, shared: Mapping[Assignment, float], sampler: Any, storage: Any, name: str, trials: int
 ) -> None:
     """Run the study until it has ``trials`` finished trials.
@@ -93,31 +93,31 @@ def _explore(
     def cost(trial: Any) -> float:
         trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
         chosen = read({layer: trial.suggest_categorical(layer, choices) for layer in names})
-        found = _lead(objective, chosen, f"trial {trial.number}")
-        return math.inf if math.isnan(found) else found  # a NaN would fail the trial, and another be asked for
+        found = _cost_on_all_ranks(objective, chosen, f"trial {trial.number}")
+        return math.inf if math.isnan(found) else found  # NaN would fail the trial, and Optuna would run another
 
     with _opened(optuna, storage) as opened:
         chosen = _sampler(optuna, sampler, names, choices, storage)
         study = optuna.create_study(study_name=name, storage=opened, sampler=chosen, load_if_exists=True)
-        _claim(study, names, min(shared.values(), key=nan_last))
-        given = [trial.params for trial in study.get_trials() if trial.user_attrs.get("shared")]
+        _check_study(study, names, min(shared.values(), key=nan_last))
+        added = [trial.params for trial in study.get_trials() if trial.user_attrs.get("shared")]
         for assignment, value in shared.items():
             params = dict(zip(names, map(str, assignment), strict=True))
-            if params not in given and not math.isnan(value):
-                given.append(params)
+            if params not in added and not math.isnan(value):
+                added.append(params)
                 known: Any = {"params": params, "distributions": distributions, "user_attrs": {"shared": True}}
                 study.add_trial(optuna.trial.create_trial(value=value, **known))
-        states, wanted = (optuna.trial.TrialState.COMPLETE,), trials + len(given)
+        states, wanted = (optuna.trial.TrialState.COMPLETE,), trials + len(added)
         if len(study.get_trials(states=states)) < wanted:
             study.optimize(cost, callbacks=[optuna.study.MaxTrialsCallback(wanted, states)])
         best = read(study.best_trial.params)
-    _lead(objective, best, "the best of the study")  # another process may have found it
+    _cost_on_all_ranks(objective, best, "the best of the study")  # whose trial another process may have run
     objective.ranks.broadcast([-1] * len(names))
 
 
 @contextmanager
 def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
-    """Open the storage, and release it afterwards; until then Optuna is silent."""
+    """Open the storage with Optuna silenced, and release it afterwards."""
     from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
     if not (storage is None or isinstance(storage, optuna.storages.BaseStorage)):
@@ -143,7 +143,9 @@ def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
 
 
 def _sampler(optuna: Any, sampler: Any, names: list[str], choices: list[str], storage: Any) -> Any:
-    samplers, seed = optuna.samplers, 0 if storage is None else None  # else all who share a study draw the same
+    """Return the Optuna sampler of this name, or the sampler itself."""
+    samplers = optuna.samplers
+    seed = 0 if storage is None else None  # with one seed, all who share a study would draw the same trials
     if isinstance(sampler, samplers.BaseSampler):
         return sampler
     if sampler == "tpe":
@@ -158,7 +160,7 @@ def _sampler(optuna: Any, sampler: Any, names: list[str], choices: list[str], st
     )
 
 
-def _claim(study: Any, names: list[str], cost: float) -> None:
+def _check_study(study: Any, names: list[str], cost: float) -> None:
     """Refuse a study of another model, other weights or other data; its costs could not be compared."""
     known = study.user_attrs
     if "shared" in known and (known["layers"] != names or not math.isclose(known["shared"], cost, rel_tol=_SAME)):

@@ -20,7 +20,7 @@ from .._models.run import Step, preserved, uncompiled, unwrapped
 from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
 from .evaluate import Evaluator, assigned
-from .measure import Function, Metrics, functions
+from .measure import Function, Metrics, named_functions
 from .objective import Objective
 from .per_layer import search_layers
 from .rebatch import reorder
@@ -90,7 +90,7 @@ def search(
         (16, True)
     """
     found = required_layers(model)
-    scored = functions(loss, metrics)
+    scored = named_functions(loss, metrics)
     configs = choices(candidates)
     check_batches(batches)
     if sampler is not None and not per_layer:
@@ -151,10 +151,8 @@ def search(
     return replace(result, notes=tuple(notes))
 
 
-# ---- checks, and the model as it was found
-
-
 def _warn_of_leak(batches: Any, train: Any) -> None:
+    """Warn if the search data are the training data."""
     dataset = getattr(batches, "dataset", None)
     if batches is train or (dataset is not None and dataset is getattr(train, "dataset", None)):
         warnings.warn(
@@ -166,9 +164,9 @@ def _warn_of_leak(batches: Any, train: Any) -> None:
 
 @contextmanager
 def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
-    """Put back modes, random state, configurations, statistics and every other buffer, whatever happens inside.
+    """Restore modes, random state, configurations, statistics and every other buffer, whatever happens inside.
 
-    Memories of requests are set aside: what one configuration leaves there would be among the statistics of the next.
+    Memories of requests are set aside: what one configuration leaves there would enter the statistics of the next.
     """
     populations, memories = snapshots(layers), [layer.memory for layer in layers]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

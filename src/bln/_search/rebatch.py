@@ -1,4 +1,4 @@
-"""The same samples in other mini-batches: shuffled, sorted by label, or one at a time."""
+"""Put the same samples into other mini-batches: shuffled, sorted by label, or one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDERS = ("shuffled", "sorted", "single")
 
 
 class _Samples(Dataset[Any]):
-    """All samples of some mini-batches, concatenated; some of them, by their indices, are a mini-batch."""
+    """The samples of several mini-batches, concatenated; indexing by several samples gives a mini-batch of these."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         lengths = [count_samples(batch) for batch in batches]
@@ -42,7 +42,7 @@ class _Samples(Dataset[Any]):
         return pytree.tree_map(take, self._held, self._joined)
 
     def orders(self) -> dict[str, Iterable[Any]]:
-        """Mini-batches as large as the first one, in other orders."""
+        """Return the samples in other orders, in mini-batches as large as the first one."""
         given, random = torch.arange(self.number), torch.Generator().manual_seed(0)
         orders = {"shuffled": torch.randperm(self.number, generator=random), "single": given}
         targets = self._joined[1] if is_pair(self._joined) else None
@@ -57,7 +57,7 @@ class _Samples(Dataset[Any]):
 
 
 def reorder(ranks: Ranks, batches: Sequence[Any]) -> dict[str, Iterable[Any]]:
-    """Each rank's samples in other orders, by name; those of ``single`` are to be evaluated one by one.
+    """Return each rank's samples in other orders, by name; those of ``single`` are to be evaluated one by one.
 
     ``sorted`` is missing where targets on any rank do not have one value for each sample.
     """

@@ -1,4 +1,4 @@
-"""A search's result as a table of plain text. Imports no torch."""
+"""Format the result of a search as a table of plain text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADINGS = {"shuffled": "reshuffled", "sorted": "sorted by label", "single": "o
 
 
 def text(result: SearchResult) -> str:
-    """A title, a line of aligned cells for each row, and the notes."""
+    """Return a title, a line of aligned cells for each row, and the notes."""
     metrics = list(result.rows[0].metrics)
     orders = next((list(row.rebatched) for row in result.rows if row.rebatched), [])
     calibrated = any(row.uncalibrated for row in result.rows)
@@ -65,7 +65,7 @@ def _number(value: float, error: float) -> str:
 
 
 def _moves(row: Row, order: str) -> str:
-    """How far loss and metrics move in another order of samples."""
+    """Return how far loss and metrics move in another order of samples."""
     other = row.rebatched[order]
     moves = [other.loss - row.loss, *(other.metrics[name] - value for name, value in row.metrics.items())]
     return " / ".join(f"{move:+z.3f}" for move in moves)

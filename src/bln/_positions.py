@@ -7,7 +7,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 Shape = Sequence[int | None]
-"""A TensorFlow graph leaves sizes open, as ``None``."""
+"""Sizes, which a TensorFlow graph may leave open as ``None``."""
 
 
 def check_shapes(
@@ -15,7 +15,8 @@ def check_shapes(
 ) -> int:
     """Return the dimension of features counted from the front; refuse shapes that do not fit.
 
-    ``name`` is what the layer calls that dimension, ``mask`` the shape of the mask, and ``empty`` allows no samples.
+    ``name`` is the layer's argument for that dimension, ``mask`` the shape of the mask; ``empty`` allows inputs without
+    samples.
     """
     rank = len(shape)
     if not (rank >= 2 and -rank < channel_dim < rank and channel_dim != 0):
@@ -24,7 +25,7 @@ def check_shapes(
             f"{tuple(shape)} with {name}={channel_dim}. A single sample needs its own dimension: x[None]"
         )
     channel_dim %= rank
-    # Sizes are compared one by one: a compiler's open sizes are not found by ``in``.
+    # One by one: ``in`` does not find the symbolic sizes of a compiler.
     if features is not None and shape[channel_dim] != features:
         raise ValueError(
             f"expected {features} features along dimension {channel_dim}, got {shape[channel_dim]} in an input of "

@@ -1,4 +1,4 @@
-"""``Spec``: the options of the equations, which every path takes as one tuple; their checks and defaults."""
+"""``Spec``: the options of the equations, checked and with defaults, as one tuple for all backends."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Spec(NamedTuple):
         return self.groups is not None and not self.per_position
 
     def check_features(self, num_features: int) -> None:
-        """Refuse groups that do not divide the features."""
+        """Check that the groups divide the features."""
         if self.groups is not None and num_features % self.groups:
-            fitting = [g for g in range(1, num_features + 1) if num_features % g == 0]
-            nearest = sorted(fitting, key=lambda g: abs(g - self.groups))[:3]  # type: ignore[operator]
+            divisors = [g for g in range(1, num_features + 1) if num_features % g == 0]
+            nearest = sorted(divisors, key=lambda g: abs(g - self.groups))[:3]  # type: ignore[operator]
             raise ValueError(
                 f"groups={self.groups} does not divide {num_features} features; try "
                 + " or ".join(f"groups={g}" for g in sorted(nearest))
@@ -62,12 +62,12 @@ class Spec(NamedTuple):
 
 
 def option(name: str) -> Any:
-    """A property of a layer that is one of the options in its ``spec``."""
+    """Return a property of a layer that reads one option of its ``spec``."""
     return property(lambda layer: getattr(layer.spec, name))
 
 
 def positive(what: str, value: Any) -> int:
-    """Return a number that must be an integer of at least 1; ``what`` begins the error."""
+    """Return an integer of at least 1; refuse any other value in an error that ``what`` begins."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 1:
         raise ValueError(f"{what} an integer of at least 1, got {value!r}")
     return index(value)

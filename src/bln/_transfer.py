@@ -1,4 +1,4 @@
-"""Copies BLN layers between torch, Keras and Flax: weights, statistics, counters and configuration, bit for bit."""
+"""Copy BLN layers between torch, Keras and Flax: weights, statistics, counters and configuration, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .population import spread
 class State(NamedTuple):
     """What a layer of any framework holds, features last."""
 
-    tensors: dict[str, Tensor]  # scale (gamma) and shift (beta) if there are, and what a population holds
+    tensors: dict[str, Tensor]  # scale (gamma) and shift (beta), if there are, and the buffers of a population
     positions: tuple[int, ...] | None  # None while they are unknown
     config: StatisticsConfig
     spec: Spec
@@ -129,7 +129,7 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
 
 
 def read(layer: Any) -> State:
-    """Return all that a layer holds, as copies on the CPU."""
+    """Return the state of a layer, copied to the CPU."""
     if hasattr(layer, "population"):  # of torch
         held = {"scale": layer.weight, "shift": layer.bias, **dict(layer.population.named_buffers())}
         tensors = {name: t.detach().cpu().clone() for name, t in held.items() if t is not None}
@@ -142,7 +142,7 @@ def read(layer: Any) -> State:
 
 @torch.no_grad()
 def write(layer: Any, state: State) -> None:
-    """Give a layer the state of another, which fits."""
+    """Write a state that fits to a layer."""
     values, pooled = dict(state.tensors), state.positions == ()
     if hasattr(layer, "population"):
         for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):

@@ -20,7 +20,7 @@ __all__ = ["Statistics", "batch_layer_norm"]
 
 
 class Options(TypedDict, total=False):
-    """All but the tensors of a call, and ``return_statistics``, by which the result's type differs."""
+    """The keyword arguments of a call but ``return_statistics``, by which the type of the result differs."""
 
     channel_dim: int
     groups: int | None
@@ -119,7 +119,7 @@ def check(
     x: Tensor, mask: Tensor | None, channel_dim: int, features: int | None = None, *, empty: bool = False,
     hidden: bool = False,
 ) -> int:  # fmt: skip
-    """Refuse what cannot be normalized; returns the dimension of features counted from the front.
+    """Return the dimension of features counted from the front; refuse an input or mask that cannot be normalized.
 
     ``empty`` allows inputs without samples, ``hidden`` masks that hide everything: other ranks may have more.
     """
@@ -143,7 +143,7 @@ def check(
 
 
 def _check_population(population: Statistics, x: Tensor, channel_dim: int, spec: Spec) -> None:
-    """Refuse statistics that are not those of such inputs."""
+    """Refuse statistics that do not fit the input."""
     if not isinstance(population, Statistics) or not all(isinstance(value, Tensor) for value in population):
         kinds = ", ".join(type(v).__name__ for v in population) if isinstance(population, tuple) else ""
         raise TypeError(

@@ -1,4 +1,4 @@
-"""``bln.BatchLayerNorm``, the layer: options, forward, state dict, and what it shows of itself."""
+"""``bln.BatchLayerNorm``, the layer: options, forward pass, state dict and representation."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class BatchLayerNorm(nn.Module):
         self._config = StatisticsConfig.parse(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "activation":  # no property: nn.Module passes that by where the value is a module
+        if name == "activation":  # not a property, which nn.Module would bypass for a value that is a module
             check_activation(value)
         super().__setattr__(name, value)
 
@@ -208,14 +208,14 @@ class BatchLayerNorm(nn.Module):
         self.population.reset()
 
     def reset_parameters(self) -> None:
-        """Scale 1, shift 0, and no population."""
+        """Set scale 1 and shift 0, and forget the population."""
         self.reset_statistics()
         for parameter, value in ((self.weight, 1), (self.bias, 0)):
             if parameter is not None:
                 nn.init.constant_(parameter, value)
 
     def get_extra_state(self) -> Tensor:
-        """The configuration's prior strengths, infinite for the population: a searched model is loaded as found."""
+        """Return the configuration's prior strengths, infinite for the population, so that state dicts hold it."""
         return torch.tensor(self.config.priors, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
@@ -231,7 +231,7 @@ class BatchLayerNorm(nn.Module):
         self.config = StatisticsConfig.of(priors)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Keep the configuration where the statistics will be refused; say what a BatchNorm's are good for."""
+        """Keep the configuration if the statistics will be refused; warn of the running statistics of a BatchNorm."""
         if prefix + "running_mean" in state_dict:
             warnings.warn(
                 f"{prefix}running_mean is a BatchNorm's: load that checkpoint into the model as it was, then call "
@@ -248,7 +248,7 @@ class BatchLayerNorm(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        """What was chosen: features, positions, configuration, and whatever is not a default."""
+        """Return features, positions, configuration, and every option that is not the default."""
         usual = Spec.of(self.groups, self.per_position, self.eps)
         options = [
             ("channel_dim", self.channel_dim, 1),

@@ -17,7 +17,7 @@ from .layers import layers, swap
 from .run import Step, preserved, run_batch, uncompiled, unwrapped
 
 CANDIDATES: tuple[float, ...] = (POPULATION, 64.0, 16.0, 4.0)
-"""The prior strengths to choose from; of equals the first is taken, which depends least on its batch."""
+"""The prior strengths to choose from. Among equals the first is chosen, which depends least on its batch."""
 _ROUNDS = 3
 """Passes over all batches until their joint statistics settle: those of a layer depend on the layers before."""
 
@@ -41,7 +41,7 @@ class Adaptation:
         swap(model, found)
         self._norms = {new: old for old, new in found.items()}
         self.prior, self.agreement = POPULATION, dict[float, float]()
-        self.layers = {name: layer for name, layer in layers(model).items() if _takes_batch_statistics(layer)}
+        self.layers = {name: layer for name, layer in layers(model).items() if _uses_batch_statistics(layer)}
         for name in [name for name, layer in self.layers.items() if not layer.population.updates[:2].any()]:
             del self.layers[name]
             self.notes.append(f"{name}: left as it is, it has no population statistics to mix with those of a request")
@@ -69,18 +69,19 @@ class Adaptation:
         swap(self._model, self._norms)
         self._before, self._norms, self.layers = {}, {}, {}
 
-    def _remembered(self) -> dict[str, Tensor]:
+    def _memory_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of the layers' memories, by name."""
         memories = ((name, layer.memory) for name, layer in self.layers.items() if layer.memory is not None)
         return {f"{name}.{part}": buffer for name, memory in memories for part, buffer in memory.named_buffers()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The memory of recent requests, which the model's own state dict does not hold."""
-        return {name: buffer.clone() for name, buffer in self._remembered().items()}
+        """Return the memory of recent requests, which the model's own state dict does not hold."""
+        return {name: buffer.clone() for name, buffer in self._memory_buffers().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the memory of a net with the same layers."""
-        own = self._remembered()
+        own = self._memory_buffers()
         if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
             raise ValueError(
                 f"expected the memory of {len(own)} tensors, {', '.join(list(own)[:3])} ..., got {len(state)}, "
@@ -104,7 +105,7 @@ def adapt(
     memory: int | None = None,
     step: Step | None = None,
 ) -> Adaptation:
-    """Let a pretrained BatchNorm net fit its statistics to the data of each request, in place and without training.
+    """Make a pretrained BatchNorm net fit its statistics to the data of each request, in place and without training.
 
     Population statistics describe the training data. Where a deployed net meets other data, such as blurred or darker
     images, the statistics of the request serve better, the more samples it has. Batch norms become BLN layers with one
@@ -168,7 +169,7 @@ def adapt(
     return adaptation
 
 
-def _takes_batch_statistics(layer: BatchLayerNorm) -> bool:
+def _uses_batch_statistics(layer: BatchLayerNorm) -> bool:
     """Whether batch statistics have any weight; after a conversion from GroupNorm or LayerNorm they have none."""
     population = layer.population
     known = population.updates[-1] > 0
@@ -177,7 +178,7 @@ def _takes_batch_statistics(layer: BatchLayerNorm) -> bool:
 
 @torch.no_grad()
 def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], step: Step) -> dict[float, float]:
-    """For each candidate, how well its answers to single batches agree with those to all batches together."""
+    """Return for each candidate how well its answers to single batches agree with those to all batches together."""
     memories = {layer: layer.memory for layer in adaptation.layers.values()}
     samples = [count_samples(batch) for batch in batches]
 
@@ -193,16 +194,16 @@ def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], ste
             joint = answers(CURRENT)
         for layer, memory in memories.items():
             layer._memory = memory
-        found = {}
+        agreement = {}
         for prior in CANDIDATES:
             adaptation.forget()
-            shares = map(_alike, answers(prior), joint)
-            found[prior] = sum(share * n for share, n in zip(shares, samples, strict=True)) / sum(samples)
-    return found
+            shares = map(_similarity, answers(prior), joint)
+            agreement[prior] = sum(share * n for share, n in zip(shares, samples, strict=True)) / sum(samples)
+    return agreement
 
 
 def _tensor(outputs: Any) -> Tensor:
-    """The tensor of answers in a model's output: its logits, or its first element."""
+    """Return the tensor of answers in a model's output: its logits, or its first element."""
     answers = getattr(outputs, "logits", outputs)
     answers = answers[0] if isinstance(answers, tuple | list) and answers else answers
     if not isinstance(answers, Tensor) or not answers.dim():
@@ -213,8 +214,8 @@ def _tensor(outputs: Any) -> Tensor:
     return answers.float()
 
 
-def _alike(answers: Tensor, joint: Tensor) -> float:
-    """The share of equal classes; for a single number per sample, minus the squared difference."""
+def _similarity(answers: Tensor, joint: Tensor) -> float:
+    """Return the share of equal classes; for a single number per sample, minus the squared difference."""
     if answers.dim() > 1 and answers.shape[1] > 1:
         return float((answers.argmax(1) == joint.argmax(1)).float().mean())
     return -float((answers - joint).square().mean())

@@ -47,7 +47,7 @@ def count_samples(batch: Any) -> int:
 
 
 def length(*values: Any) -> int:
-    """The length of the first tensor in ``values``, which may be nested."""
+    """Return the length of the first tensor in ``values``, which may be nested."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
@@ -60,6 +60,6 @@ def holds_samples(leaf: Any, n: int) -> bool:
 
 
 def part(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a mini-batch, as a mini-batch."""
+    """Return some samples of a mini-batch, as a mini-batch."""
     n = count_samples(batch)
     return pytree.tree_map(lambda leaf: leaf[start:stop] if holds_samples(leaf, n) else leaf, batch)

@@ -1,4 +1,4 @@
-"""What ``convert`` would do to a model, and what a training step costs before and after: ``bln convert-check``."""
+"""``bln convert-check``: what ``convert`` would do to a model, and the cost of its training step before and after."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(place: str) -> nn.Module:
 def check(
     model: nn.Module, input_shape: tuple[int, ...] | None = None, *, groups: int = 8, device: str | torch.device = "cpu"
 ) -> str:
-    """Describe what ``convert(model, groups=groups)`` would do, on random inputs of a shape too; the model stays."""
+    """Describe what ``convert(model, groups=groups)`` would do, and with an input shape its cost."""
     model = model.to(device)
     found, notes = replacements(model, groups)
     lines = [f"convert replaces {len(found)} norm{'s' * (len(found) != 1)}"]

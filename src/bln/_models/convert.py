@@ -13,7 +13,7 @@ from .._spec import positive
 from ..layer import BatchLayerNorm
 from . import padding
 from .layers import hooked, layers, swap
-from .norms import build, find_rule, looks_like_a_norm, qualified
+from .norms import build, find_rule, looks_like_a_norm, qualified_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,7 +99,7 @@ def replacements(
         name = path or "the model"
         rule = find_rule(module, groups)
         if isinstance(rule, str):
-            left.setdefault(f"left as it is, {qualified(module)}: {rule}", []).append(name)
+            left.setdefault(f"left as it is, {qualified_name(module)}: {rule}", []).append(name)
         elif rule.kind == "batch" or not batch_norms:
             found[module] = build(module, rule, like)
             if hooked(module):

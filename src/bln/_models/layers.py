@@ -19,7 +19,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
-    """The model's BLN layers by name, each once, in the order of ``named_modules``.
+    """Return the model's BLN layers by name, each once, in the order of ``named_modules``.
 
     Names are those of the model itself, also where it is compiled or wrapped in ``DistributedDataParallel``.
     """
@@ -30,7 +30,7 @@ def layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
 
 
 def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
-    """The model's BLN layers by name; a model without any is refused."""
+    """Return the model's BLN layers by name; refuse a model without any."""
     if found := layers(model):
         return found
     if framework(model).__name__ != __name__:  # on the torch backend Keras models are torch modules too
@@ -42,8 +42,9 @@ def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
 
 
 def _no_torch_module(model: Any) -> str:
+    """Return the error for a model of another framework, or for what is no model."""
     with suppress(TypeError):
-        return f"{type(model).__name__} is no torch model; what can be done with it is in {framework(model).__name__}"
+        return f"{type(model).__name__} is no torch model; the functions for it are in {framework(model).__name__}"
     return f"expected a torch module with BLN layers, got {type(model).__name__}"
 
 
@@ -65,12 +66,12 @@ def reset_statistics(model: nn.Module) -> None:
 
 
 def snapshots(layers: Iterable[BatchLayerNorm]) -> Snapshots:
-    """The statistics of layers, for ``restore``."""
+    """Return the statistics of layers, for ``restore``."""
     return [layer.population.snapshot() for layer in layers]
 
 
 def restore(layers: Iterable[BatchLayerNorm], snapshots: Snapshots) -> None:
-    """Put statistics back; without any, nothing happens."""
+    """Return layers to their snapshots; with no snapshots, do nothing."""
     for layer, snapshot in zip(layers, snapshots, strict=False):
         layer.population.restore(snapshot)
 

@@ -29,7 +29,7 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
 
 
 def run_example(function: Callable[..., Any], example: Any) -> Any:
-    """Call a model, or what runs one, with an example: an input, a tuple of inputs or a dict of arguments."""
+    """Call a model, or a function that runs one, on an input, a tuple of inputs or a dict of arguments."""
     try:
         with torch.no_grad():
             if isinstance(example, Mapping):
@@ -45,7 +45,7 @@ def run_example(function: Callable[..., Any], example: Any) -> Any:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside ``DistributedDataParallel``, whose forward waits for other ranks, and ``torch.compile``."""
+    """Return the model inside ``torch.compile`` and ``DistributedDataParallel``, whose forward waits for other ranks."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -81,12 +81,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def difference(before: Any, after: Any) -> float:
-    """The largest difference of two outputs, over the largest value."""
+    """Return the largest difference of two outputs, relative to the largest value."""
     zero = torch.zeros(1, dtype=torch.float64)  # for outputs without a value
     a, b = (torch.cat([zero, *(t.cpu().double().flatten() for t in floats(each))]) for each in (before, after))
     return (a - b).abs().max().item() / (a.abs().max().item() or 1.0)
 
 
 def floats(outputs: Any) -> list[Tensor]:
-    """The floating point tensors of a model's outputs."""
+    """Return the floating point tensors of a model's outputs."""
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

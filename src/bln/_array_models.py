@@ -18,7 +18,7 @@ import numpy as np
 from . import formula
 from ._frameworks import framework
 from ._progress import track
-from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult, average_scores
+from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult, average_scores, notes_on_population
 from .config import StatisticsConfig, choices, configure_layers
 from .formula import Averages
 
@@ -92,13 +92,13 @@ def calibrate(
         step: ``step(model, batch)``, to run the model on other batches.
         progress: Show a progress bar, if rich is installed and standard error is a terminal.
     """
-    found, tools = required_layers(model), framework(model)
-    before = {name: layer._snapshot() for name, layer in found.items()}
-    settings = [(layer, name) for layer in found.values() for name in ("momentum", "_calibrating")]
+    layers, tools = required_layers(model), framework(model)
+    before = {name: layer._snapshot() for name, layer in layers.items()}
+    settings = [(layer, name) for layer in layers.values() for name in ("momentum", "_calibrating")]
     reached: set[str] = set()
     with _restored([*settings, *tools._modes(model)]):
         try:
-            for name, layer in found.items():
+            for name, layer in layers.items():
                 layer._calibrating, layer.momentum = partial(reached.add, name), None
                 layer.reset_statistics()
             run, count = tools._runner(model, step, calibrating=True), 0
@@ -107,7 +107,7 @@ def calibrate(
                 count += 1
             if count == 0:
                 raise ValueError("calibrate got no batches; was the iterable used up before?")
-            for name, layer in found.items():
+            for name, layer in layers.items():
                 known, new = layer._snapshot()
                 if name not in reached:
                     layer._restore(before[name])
@@ -121,7 +121,7 @@ def calibrate(
                     after = formula.complete(np, Averages.of(new), Averages.of(old), layer.groups)
                     layer._restore((known, after.by_name()))
         except BaseException:
-            for name, layer in found.items():
+            for name, layer in layers.items():
                 layer._restore(before[name])
             raise
 
@@ -151,13 +151,13 @@ def search(
             Flax it is compiled by ``nnx.jit``.
         progress: Show a progress bar, if rich is installed and standard error is a terminal.
     """
-    found, tools, configs = required_layers(model), framework(model), choices(candidates)
+    layers, tools, configs = required_layers(model), framework(model), choices(candidates)
     named = _named(metrics)
     measures = [tools._measure("loss", loss)]
-    for name, given in named.items():
-        measures.append(partial(_accuracy, tools) if given in ("accuracy", "acc") else tools._measure(name, given))
+    for name, metric in named.items():
+        measures.append(partial(_accuracy, tools) if metric in ("accuracy", "acc") else tools._measure(name, metric))
     values, samples = [], []
-    with _restored([*((layer, "config") for layer in found.values()), *tools._modes(model)]):
+    with _restored([*((layer, "config") for layer in layers.values()), *tools._modes(model)]):
         run = tools._runner(model, step, calibrating=False)
         for batch in _converted(tools, batches, "search", progress):
             if step is None and not (isinstance(batch, tuple) and len(batch) == 2):
@@ -165,7 +165,7 @@ def search(
                 raise ValueError(f"expected batches of (inputs, targets), got {what}")
             of_batch = []
             for config in configs:
-                configure_layers(found, config)
+                configure_layers(layers, config)
                 outputs, targets = run(batch) if step is not None else (run(batch[0]), batch[1])
                 of_batch.append([measure(outputs, targets) for measure in measures])
             values.append(of_batch)
@@ -174,14 +174,9 @@ def search(
         raise ValueError("search got no batches; was the iterable used up before?")
     scores = average_scores(values, samples, [*named])
     rows = [Row(**vars(score), config=config) for config, score in zip(configs, scores, strict=True)]
-    notes = [
-        DEPENDS_ON_BATCH,
-        "Population statistics averaged while the weights still moved can ruin rows with T; "
-        f"{tools.__name__}.calibrate(model, train_batches) recomputes them under frozen weights.",
-    ]
-    if untrained := [name for name, layer in found.items() if not layer._snapshot()[1]["updates"].any()]:
-        notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
-    return SearchResult(rows, "separate", tuple(notes), sum(samples), len(samples))
+    untrained = [name for name, layer in layers.items() if not layer._snapshot()[1]["updates"].any()]
+    notes = notes_on_population(f"{tools.__name__}.calibrate(model, train_batches)", untrained)
+    return SearchResult(rows, "separate", (DEPENDS_ON_BATCH, *notes), sum(samples), len(samples))
 
 
 def _accuracy(tools: ModuleType, outputs: Any, targets: Any) -> float:
@@ -204,5 +199,5 @@ def _named(metrics: Any) -> dict[str, Any]:
     """Return the metrics by name: one, several in a list, or a mapping."""
     if isinstance(metrics, Mapping):
         return dict(metrics)
-    given = metrics if isinstance(metrics, list | tuple) else [] if metrics is None else [metrics]
-    return {m if isinstance(m, str) else getattr(m, "name", None) or m.__name__: m for m in given}
+    several = metrics if isinstance(metrics, list | tuple) else [] if metrics is None else [metrics]
+    return {m if isinstance(m, str) else getattr(m, "name", None) or m.__name__: m for m in several}

@@ -42,7 +42,7 @@ class Spec(NamedTuple):
             raise ValueError(
                 f"mix_eps must be None (which is eps, with groups 0) or in [0, 1), got {mix_eps!r} with eps={eps!r}"
             )
-        by_position, scaled = (published if given is None else given for given in (per_position, dim_scale))
+        by_position, scaled = (published if value is None else value for value in (per_position, dim_scale))
         return cls(groups, by_position, eps, mixing, scaled)
 
     @property
@@ -73,13 +73,17 @@ def positive(what: str, value: Any) -> int:
     return index(value)
 
 
-def check_layer(name: str, channel_dim: Any, usual: int, momentum: Any, weighs: str) -> int:
-    """Return the dimension of features, an argument of this name; refuse one, or a momentum, that cannot be."""
+def check_channel_dim(name: str, channel_dim: Any, usual: int) -> int:
+    """Return the dimension of features, the layer's argument ``name``; refuse 0 and what is no integer."""
     if not isinstance(channel_dim, SupportsIndex) or index(channel_dim) == 0:
         raise ValueError(f"{name} must be {usual} or another integer, got {channel_dim!r}; 0 is that of samples")
+    return index(channel_dim)
+
+
+def check_momentum(momentum: Any, weighs: str) -> None:
+    """Refuse a momentum outside [0, 1]; ``weighs`` says which value it is the weight of, the new or the old."""
     if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
         raise ValueError(
             f"momentum must be None (plain average) or in [0, 1], got {momentum!r}; it is the weight of the {weighs} "
             "value"
         )
-    return index(channel_dim)

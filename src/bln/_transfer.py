@@ -76,27 +76,27 @@ def _pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mapping[str,
                 f"the source has {len(sources)} BLN layers {list(sources)}, the target {len(targets)} {list(targets)}; "
                 "they must correspond. For some of them pass names="
             )
-        for found in (sources, targets):
-            if _ambiguous(found):
+        for layers in (sources, targets):
+            if _ambiguous(layers):
                 raise ValueError(
-                    f"the BLN layers {list(found)} of a Flax module come in the order of their names, which need not "
+                    f"the BLN layers {list(layers)} of a Flax module come in the order of their names, which need not "
                     "be that of the model, and some have the same shape. Pass names=, the target's name for each of "
                     "the source's"
                 )
         return dict(zip(sources, targets, strict=True))
-    for given, found, side in ((names.keys(), sources, "source"), (names.values(), targets, "target")):
-        if unknown := [name for name in given if name not in found]:
-            raise ValueError(f"the {side} has no BLN layers {unknown}; it has {list(found)}")
+    for wanted, layers, side in ((names.keys(), sources, "source"), (names.values(), targets, "target")):
+        if unknown := [name for name in wanted if name not in layers]:
+            raise ValueError(f"the {side} has no BLN layers {unknown}; it has {list(layers)}")
     if not names or len(set(names.values())) < len(names):
         raise ValueError(f"names= must give each layer a target of its own, got {dict(names)}")
     return dict(names)
 
 
-def _ambiguous(found: dict[str, Any]) -> bool:
+def _ambiguous(layers: dict[str, Any]) -> bool:
     """Whether there are Flax layers of one shape whose names differ in more than numbers."""
     kinds = {
         (re.sub(r"\d", "", name), layer.batch_mean.shape)
-        for name, layer in found.items()
+        for name, layer in layers.items()
         if type(layer).__module__ == "bln.flax"
     }
     return len(kinds) > len({shape for _, shape in kinds})

@@ -16,7 +16,7 @@ from ._memory import Memory
 from ._models import padding as _padding
 from ._positions import sizes
 from ._scripting import refuse_scripting
-from ._spec import Spec, check_layer, option, positive
+from ._spec import Spec, check_channel_dim, check_momentum, option, positive
 from .config import StatisticsConfig
 from .population import Population
 
@@ -64,7 +64,7 @@ class BatchLayerNorm(nn.Module):
             ``g(BLN(x) + residual)``, as the blocks of residual nets do. The grouped form on a GPU does so in the same
             pass. ``None`` leaves the output as it is.
         process_group: In training, take batch statistics and ``m`` over all ranks of this ``torch.distributed`` group;
-            ``"world"`` is the default group, once there is one. A rank may hold any number of samples, none
+            ``"world"`` is the default group, once it is initialized. A rank may hold any number of samples, none
             included. In ``eval()`` ranks do not talk: current statistics are those of the rank's own batch.
         device: Of parameters and statistics.
         dtype: Of the parameters; statistics are float64 where this is, else float32.
@@ -120,7 +120,8 @@ class BatchLayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.num_features = num_features = positive("num_features must be", num_features)
-        self.channel_dim = check_layer("channel_dim", channel_dim, 1, momentum, "new")
+        self.channel_dim = check_channel_dim("channel_dim", channel_dim, 1)
+        check_momentum(momentum, "new")
         if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
         self.spec = spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
@@ -193,8 +194,15 @@ class BatchLayerNorm(nn.Module):
 
     def _forward(self, x: Tensor, mask: Tensor | None, residual: Tensor | None = None) -> Tensor:
         group = self._group.resolve() if self.training and self._group is not None else None
-        empty, hidden = group is not None or not self.training, group is not None  # other ranks may have more
-        channel_dim = functional.check(x, mask, self.channel_dim, self.num_features, empty=empty, hidden=hidden)
+        synchronized = group is not None  # then other ranks may have samples
+        channel_dim = functional.check(
+            x,
+            mask,
+            self.channel_dim,
+            self.num_features,
+            allow_empty=synchronized or not self.training,
+            allow_hidden=synchronized,
+        )
         check_residual(residual, x)
         call = x, self.weight, self.bias, mask, channel_dim, self.spec, self.population
         after: Any = {"residual": residual, "activation": self.activation}

@@ -237,8 +237,8 @@ class Population(nn.Module):
             groups = None if sizes == positions else sizes[0] if sizes else None
             return f"saved with groups={groups}, but this layer has groups={self.groups}; build it as it was when saved"
         if wrong:
-            given = ", ".join(f"{name} {shape}" for name, shape in wrong.items())
-            return f"{given} in the state dict do not fit a layer of {self.num_features} features"
+            shapes = ", ".join(f"{name} {shape}" for name, shape in wrong.items())
+            return f"{shapes} in the state dict do not fit a layer of {self.num_features} features"
         if positions and known is not None and positions != known:
             return (
                 f"saved with statistics for positions {positions}, but this layer keeps them for "

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from search_nets import CONFIGS, ROUNDING, Residual, brute_force, data, dense, labelled, sided, trained
 
 import bln
-from bln._search import Row, SearchResult
-from bln._search.result import Score, average_scores
+from bln._search.result import Row, Score, SearchResult, average_scores
 
 TRAIN, BATCHES = data((9, 9, 4), seed=1), data((7, 7, 4), shift=0.3)
 PRIORS = bln.StatisticsConfig.shrunk(4, 16, 64)

@@ -1,7 +1,7 @@
 """The two collectives of synchronized training: statistics in the forward pass, their gradients in the backward pass.
 
-Forward, a rank sends for each position (once, where statistics are pooled) the mean and the centred sum of squares of
-each feature, the number of entries, and the sums of its feature means and variances. It sends the number of samples
+Forward, a rank sends the mean and the centred sum of squares of each feature, the number of entries, and the sums of
+its feature means and variances: for each position, or once where statistics are pooled. It sends the number of samples
 too, where that is not the number of entries. Backward, it sends the gradient of its loss with respect to the joined
 mean and variance.
 

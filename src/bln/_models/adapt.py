@@ -34,12 +34,12 @@ class Adaptation:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found, self.notes = replacements(model, groups=1, batch_norms=True)
-        if model in found:
+        new_layers, self.notes = replacements(model, groups=1, batch_norms=True)
+        if model in new_layers:
             raise ValueError(f"a {type(model).__name__} cannot be replaced in place; put it in nn.Sequential")
         self._model = model
-        swap(model, found)
-        self._norms = {new: old for old, new in found.items()}
+        swap(model, new_layers)
+        self._norms = {new: old for old, new in new_layers.items()}
         self.prior, self.agreement = POPULATION, dict[float, float]()
         self.layers = {name: layer for name, layer in layers(model).items() if _uses_batch_statistics(layer)}
         for name in [name for name, layer in self.layers.items() if not layer.population.updates[:2].any()]:

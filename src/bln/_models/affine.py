@@ -58,7 +58,7 @@ class Affine(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Scale and shift ``x``; with ``mask`` true at real entries, hidden ones come out 0."""
         features = self.scale.shape[0 if self.scale.dim() == 1 else self.channel_dim - (self.channel_dim > 0)]
-        channel_dim = functional.check(x, mask, self.channel_dim, features, empty=True)
+        channel_dim = functional.check(x, mask, self.channel_dim, features, allow_empty=True)
         check_residual(residual, x)
         scale, shift = (self._at_positions_of(x, value, channel_dim) for value in (self.scale, self.shift))
         dtype = torch.promote_types(x.dtype, scale.dtype)

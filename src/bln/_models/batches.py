@@ -14,14 +14,14 @@ from torch.utils.data import Dataset, IterableDataset
 def check_batches(batches: Any) -> None:
     """Refuse a tensor or a dataset, which iterate over samples, not over batches."""
     if isinstance(batches, Tensor):
-        given, way_out = f"one tensor of shape {tuple(batches.shape)}", "[x], or x.split(25)"
+        what, way_out = f"one tensor of shape {tuple(batches.shape)}", "[x], or x.split(25)"
     elif isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
-        given = f"a dataset, {type(batches).__name__}"
+        what = f"a dataset, {type(batches).__name__}"
         way_out = "torch.utils.data.DataLoader(dataset, batch_size=25)"
     else:
         return
     raise TypeError(
-        f"expected an iterable of batches, got {given}, whose samples would be taken for batches; pass {way_out}"
+        f"expected an iterable of batches, got {what}, whose samples would be taken for batches; pass {way_out}"
     )
 
 

@@ -55,8 +55,8 @@ def calibrate_on(
 ) -> None:
     """Calibrate under a guard that is already held."""
     check_batches(batches)
-    found = required_layers(model)
-    unique = list(found.values())
+    layers = required_layers(model)
+    unique = list(layers.values())
     before, settings = snapshots(unique), [(layer.momentum, layer.process_group) for layer in unique]
     reached: set[nn.Module] = set()
     hooks = [layer.register_forward_hook(lambda layer, *_: reached.add(layer)) for layer in unique]
@@ -74,9 +74,9 @@ def calibrate_on(
                 count += 1
             if (count := sum(ranks.exchange(count))) == 0:
                 raise ValueError("calibrate got no batches; was the iterable used up before?")
-        merge(found, ranks, share=False)
+        merge(layers, ranks, share=False)
         on_ranks = ranks.gather(torch.tensor([[layer in reached for layer in unique]])).any(0).tolist()
-        for (name, layer), snapshot, was_reached in zip(found.items(), before, on_ranks, strict=True):
+        for (name, layer), snapshot, was_reached in zip(layers.items(), before, on_ranks, strict=True):
             if not was_reached:
                 layer.population.restore(snapshot)
                 warnings.warn(f"calibrate: no batch reached layer {name!r}, its statistics stay", stacklevel=3)

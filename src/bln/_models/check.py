@@ -28,10 +28,10 @@ def load(place: str) -> nn.Module:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = resolve_name(place)
+        value: Any = resolve_name(place)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"no model at {place!r}: {error}") from None
-    model = found if isinstance(found, nn.Module) else found()
+    model = value if isinstance(value, nn.Module) else value()
     if not isinstance(model, nn.Module):
         raise ValueError(f"{place} gives a {type(model).__name__}, expected a torch module")
     return model
@@ -42,17 +42,17 @@ def check(
 ) -> str:
     """Describe what ``convert(model, groups=groups)`` would do, and with an input shape its cost."""
     model = model.to(device)
-    found, notes = replacements(model, groups)
-    lines = [f"convert replaces {len(found)} norm{'s' * (len(found) != 1)}"]
-    if found:
-        norms = [(name or "the model", norm) for name, norm in model.named_modules() if norm in found]
-        rows = [(name, type(norm).__name__, " ".join(str(found[norm]).split())) for name, norm in norms]
+    new_layers, notes = replacements(model, groups)
+    lines = [f"convert replaces {len(new_layers)} norm{'s' * (len(new_layers) != 1)}"]
+    if new_layers:
+        norms = [(name or "the model", norm) for name, norm in model.named_modules() if norm in new_layers]
+        rows = [(name, type(norm).__name__, " ".join(str(new_layers[norm]).split())) for name, norm in norms]
         rows = [("name", "class", "becomes"), *rows]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {new}" for name, kind, new in rows]
     lines += notes or ["Every norm that it knows is replaced."]
     if input_shape is not None:
-        lines += _compare(model, input_shape, groups) if found else ["There is nothing to compare."]
+        lines += _compare(model, input_shape, groups) if new_layers else ["There is nothing to compare."]
     return "\n".join(lines)
 
 
@@ -79,7 +79,7 @@ def _compare(model: nn.Module, input_shape: tuple[int, ...], groups: int) -> lis
         times = [(step(before), step(after)) for _ in range(2 + _ROUNDS)][2:]
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"the model cannot be run on random inputs of shape {tuple(input_shape)}: {error}") from error
-    quartiles = [quantiles(found, n=4, method="inclusive") for found in zip(*times, strict=True)]
+    quartiles = [quantiles(column, n=4, method="inclusive") for column in zip(*times, strict=True)]
     shown = [f"{median:.2f} ms ({low:.2f} to {high:.2f})" for low, median, high in quartiles]
     return [
         f"Outputs in eval() move by {moved:.1g} of the largest.",

@@ -87,12 +87,12 @@ def freeze(
         bln.freeze: 1 folded away, 0 kept as one multiply-add, 0 left as they are
           folded  2  into 3
     """
-    found, wrapper, model = required_layers(model), model.eval(), unwrapped(model)
+    layers, wrapper, model = required_layers(model), model.eval(), unwrapped(model)
     calls, before = (None, None) if example is None else watch(model, example)
     done, replacements, folds = FreezeReport(), dict[nn.Module, nn.Module](), list[Fold]()
     with torch.inference_mode(False), torch.no_grad():
         neighbours = Neighbours(model, calls)
-        for name, layer in found.items():
+        for name, layer in layers.items():
             if why := _not_fixed(layer):
                 done.left[name] = why
                 continue
@@ -119,7 +119,7 @@ def freeze(
 
 
 def _not_fixed(layer: BatchLayerNorm) -> str | None:
-    """Return why a layer is no fixed scale and shift; ``None`` if it is one."""
+    """Return why a layer does not compute a fixed scale and shift; ``None`` if it does."""
     if type(layer) is not BatchLayerNorm or "forward" in vars(layer):
         return f"{type(layer).__name__} may compute something else than BatchLayerNorm"
     if hooked(layer):

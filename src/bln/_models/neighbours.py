@@ -152,8 +152,8 @@ def _flattens(node: fx.Node) -> bool:
     """Whether a node flattens all dimensions but that of samples."""
     if (module := called_module(node)) is not None:
         return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1) and not hooked(module)
-    given = {"end_dim": -1} | dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
-    return node.target in (torch.flatten, "flatten") and given == {"start_dim": 1, "end_dim": -1}
+    arguments = {"end_dim": -1} | dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
+    return node.target in (torch.flatten, "flatten") and arguments == {"start_dim": 1, "end_dim": -1}
 
 
 def _adds_zeros(module: Any) -> bool:

@@ -36,8 +36,8 @@ def run_example(function: Callable[..., Any], example: Any) -> Any:
                 return function(**example)
             return function(*example) if isinstance(example, tuple) else function(example)
     except Exception as error:
-        given = example if isinstance(example, tuple) else (example,)
-        shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given)
+        arguments = example if isinstance(example, tuple) else (example,)
+        shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in arguments)
         raise ValueError(
             f"the example does not run through the model ({error.__cause__ or error}). It was {shapes}; pass an input, "
             "a tuple of inputs or a dict of arguments"
@@ -45,7 +45,7 @@ def run_example(function: Callable[..., Any], example: Any) -> Any:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside ``torch.compile`` and ``DistributedDataParallel``, whose forward waits for other ranks."""
+    """Return the model inside ``torch.compile`` and inside ``DistributedDataParallel``, which waits for other ranks."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module

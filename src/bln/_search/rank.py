@@ -24,7 +24,7 @@ from .measure import Function, Metrics, named_functions
 from .objective import Objective
 from .per_layer import search_layers
 from .rebatch import reorder
-from .result import DEPENDS_ON_BATCH, SearchResult
+from .result import DEPENDS_ON_BATCH, SearchResult, notes_on_population
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,7 +53,7 @@ def search(
     """Compare all 16 configurations of statistics of a trained model on held-out batches, in one pass.
 
     Search on **validation** data; keep the test set for the one configuration that is chosen. The model is always left
-    as it was found; ``SearchResult.apply`` gives it the winner.
+    as it was; ``SearchResult.apply`` gives it the winner.
 
     Args:
         model: A trained model with BLN layers, on the device it should run on.
@@ -89,7 +89,7 @@ def search(
         >>> len(result), model[2].config == row.config
         (16, True)
     """
-    found = required_layers(model)
+    by_name = required_layers(model)
     scored = named_functions(loss, metrics)
     configs = choices(candidates)
     check_batches(batches)
@@ -101,7 +101,7 @@ def search(
     rebatch = rebatch or robust
     ranks = Ranks(process_group, model)
     progress = progress and ranks.rank == 0
-    layers = list(found.values())
+    layers = list(by_name.values())
 
     with ranks.guard(), uncompiled(), _as_found(model, layers):
         model.eval()
@@ -112,7 +112,7 @@ def search(
         evaluator = Evaluator(unwrapped(model), layers, scored, step, single=False)
         singles = replace(evaluator, single=True)
         held = list(batches) if per_layer or rebatch else batches
-        objective = Objective(evaluator, singles, held, list(found), configs, robust, progress, ranks)
+        objective = Objective(evaluator, singles, held, list(by_name), configs, robust, progress, ranks)
         samples = objective.first_pass(statistics)
         if rebatch:
             objective.orders = reorder(ranks, list(held))
@@ -120,7 +120,7 @@ def search(
         if per_layer:
             search_layers(objective, sampler, storage, study, trials)
         mode = "separate" if evaluator.why else "together"
-        calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
+        calibrated = None if calibrate is None else dict(zip(by_name, statistics[0], strict=True))
         rows = list(objective.rows.values())
         result = SearchResult(rows, mode, (), sum(samples), len(samples), robust, calibrated)
         if rebatch and not result.all_nan:
@@ -131,12 +131,8 @@ def search(
     if calibrate is not None:
         notes.append("Population statistics were recomputed under frozen weights. apply() puts them in place.")
     else:
-        notes.append(
-            "Population statistics averaged while the weights still moved can ruin rows with T; "
-            "calibrate=train_batches recomputes them under frozen weights."
-        )
-        if untrained := [name for name, layer in found.items() if not layer.population.updates.any()]:
-            notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
+        untrained = [name for name, layer in by_name.items() if not layer.population.updates.any()]
+        notes += notes_on_population("calibrate=train_batches", untrained)
     if any(layer.memory is not None for layer in layers):
         notes.append("Each mini-batch was scored by itself, without the requests that layers remember.")
     if useless := sum(math.isnan(row.loss) for row in result):

@@ -43,8 +43,8 @@ class _Samples(Dataset[Any]):
 
     def orders(self) -> dict[str, Iterable[Any]]:
         """Return the samples in other orders, in mini-batches as large as the first one."""
-        given, random = torch.arange(self.number), torch.Generator().manual_seed(0)
-        orders = {"shuffled": torch.randperm(self.number, generator=random), "single": given}
+        in_order, random = torch.arange(self.number), torch.Generator().manual_seed(0)
+        orders = {"shuffled": torch.randperm(self.number, generator=random), "single": in_order}
         targets = self._joined[1] if is_pair(self._joined) else None
         if isinstance(targets, Tensor) and targets.dim() and targets.numel() == len(targets) == self.number:
             orders["sorted"] = targets.reshape(-1).cpu().argsort(stable=True)

@@ -232,8 +232,8 @@ class SearchResult:
         which = self.best if which is None else which
         row = which if isinstance(which, Row) else self._find(which)
         tools, statistics = framework(model), self.statistics or {}
-        found = tools.layers(model) if statistics else {}
-        for name, layer in found.items():
+        layers = tools.layers(model) if statistics else {}
+        for name, layer in layers.items():
             if name not in statistics or not layer.population.fits(statistics[name]):
                 raise ValueError(
                     f"the search calibrated no statistics that fit the layer {name!r}; apply to the model that was "
@@ -242,7 +242,7 @@ class SearchResult:
         if row is not None and (danger := _danger(row)):
             warnings.warn(danger, stacklevel=2)
         tools.configure(model, which.config if isinstance(which, Row) else which)
-        for name, layer in found.items():
+        for name, layer in layers.items():
             positions, values = statistics[name]
             device = layer.population.batch_mean.device
             layer.population.restore((positions, {key: value.to(device) for key, value in values.items()}))
@@ -306,6 +306,17 @@ class SearchResult:
         writer.writeheader()
         writer.writerows(records)
         return _write(buffer.getvalue(), path)
+
+
+def notes_on_population(calibrate: str, untrained: Sequence[str]) -> list[str]:
+    """Return notes on population statistics that were not calibrated; ``calibrate`` is the call that would do so."""
+    notes = [
+        f"Population statistics averaged while the weights still moved can ruin rows with T; {calibrate} recomputes "
+        "them under frozen weights."
+    ]
+    if untrained:
+        notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
+    return notes
 
 
 def nan_last(cost: float) -> tuple[bool, float]:

@@ -48,10 +48,10 @@ def _descend(objective: Objective, best: Assignment) -> None:
     names, unchanged, at = objective.names, 0, 0
     while unchanged < len(names):
         candidates = [(*best[:at], config, *best[at + 1 :]) for config in objective.configs]
-        found = objective.costs(candidates, names[at])
-        now, lowest = found[candidates.index(best)], min(found, key=nan_last)
+        costs = objective.costs(candidates, names[at])
+        now, lowest = costs[candidates.index(best)], min(costs, key=nan_last)
         if lowest < now - _ROUNDING * abs(now) or (math.isnan(now) and not math.isnan(lowest)):
-            best, unchanged = candidates[found.index(lowest)], 0
+            best, unchanged = candidates[costs.index(lowest)], 0
         unchanged += 1  # the layer just changed is at its best
         at = (at + 1) % len(names)
 
@@ -77,8 +77,8 @@ def _run_study(
 ) -> None:
     """Run the study until it has ``trials`` finished trials.
 
-    The shared configurations are added as finished trials: they cost nothing more, the sampler learns from them, and
-    the best of the study is never worse than they are.
+    The shared configurations are added as finished trials, which do not count: they cost nothing more, the sampler
+    learns from them, and the best of the study is never worse than they are.
     """
     try:
         import optuna
@@ -93,8 +93,8 @@ def _run_study(
     def cost(trial: Any) -> float:
         trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
         chosen = read({layer: trial.suggest_categorical(layer, choices) for layer in names})
-        found = _cost_on_all_ranks(objective, chosen, f"trial {trial.number}")
-        return math.inf if math.isnan(found) else found  # NaN would fail the trial, and Optuna would run another
+        value = _cost_on_all_ranks(objective, chosen, f"trial {trial.number}")
+        return math.inf if math.isnan(value) else value  # NaN would fail the trial, and Optuna would run another
 
     with _opened(optuna, storage) as opened:
         chosen = _sampler(optuna, sampler, names, choices, storage)
@@ -104,12 +104,15 @@ def _run_study(
         for assignment, value in shared.items():
             params = dict(zip(names, map(str, assignment), strict=True))
             if params not in added and not math.isnan(value):
-                added.append(params)
                 known: Any = {"params": params, "distributions": distributions, "user_attrs": {"shared": True}}
                 study.add_trial(optuna.trial.create_trial(value=value, **known))
-        states, wanted = (optuna.trial.TrialState.COMPLETE,), trials + len(added)
-        if len(study.get_trials(states=states)) < wanted:
-            study.optimize(cost, callbacks=[optuna.study.MaxTrialsCallback(wanted, states)])
+
+        def is_complete() -> bool:  # shared trials do not count: processes that start together each add them
+            done = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+            return sum("shared" not in trial.user_attrs for trial in done) >= trials
+
+        if not is_complete():
+            study.optimize(cost, callbacks=[lambda study, _: study.stop() if is_complete() else None])
         best = read(study.best_trial.params)
     _cost_on_all_ranks(objective, best, "the best of the study")  # whose trial another process may have run
     objective.ranks.broadcast([-1] * len(names))

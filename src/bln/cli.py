@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"the command line needs {error.name}: {install('experiments')}")
     from .experiments.runs import RunError
 
-    words = _spread(arguments)
+    words = _repeat_options(arguments)
     if " ".join(words[:2]) in _TWO_WORDS:
         words[:2] = [" ".join(words[:2])]
     try:
@@ -42,16 +42,16 @@ def _fail(message: str) -> None:
     sys.exit(2)
 
 
-def _spread(arguments: Sequence[str]) -> list[str]:
+def _repeat_options(arguments: Sequence[str]) -> list[str]:
     """Rewrite ``--norms bln bn`` as ``--norms bln --norms bn``, which the parser understands."""
-    found: list[str] = []
+    words: list[str] = []
     option = None
     for argument in arguments:
         if argument.startswith("--"):
             option = argument if argument in _SEVERAL else None
-            found.append(argument)
-        elif option and found[-1] != option:
-            found += [option, argument]
+            words.append(argument)
+        elif option and words[-1] != option:
+            words += [option, argument]
         else:
-            found.append(argument)
-    return found
+            words.append(argument)
+    return words

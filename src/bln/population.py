@@ -248,8 +248,8 @@ class Population(nn.Module):
 
     def _saved(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
         """Return the statistics and counters of a state dict, by name."""
-        found = {name: state_dict.get(prefix + name) for name in INITIAL}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        saved = {name: state_dict.get(prefix + name) for name in INITIAL}
+        return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load all or nothing; where only one side knows its positions, the other takes them over first."""

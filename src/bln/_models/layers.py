@@ -25,8 +25,8 @@ def layers(model: nn.Module) -> dict[str, BatchLayerNorm]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(_no_torch_module(model))
-    found = unwrapped(model).named_modules()
-    return {name: module for name, module in found if isinstance(module, BatchLayerNorm)}
+    modules = unwrapped(model).named_modules()
+    return {name: module for name, module in modules if isinstance(module, BatchLayerNorm)}
 
 
 def required_layers(model: nn.Module) -> dict[str, BatchLayerNorm]:

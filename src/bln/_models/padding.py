@@ -148,8 +148,8 @@ def install_hooks(model: nn.Module) -> None:
     """Add hooks to each part of ``model`` that takes a padding mask; they pass it to the BLN layers inside."""
     from .layers import layers  # which imports this module
 
-    found = set(layers(model).values())
-    modules = [m for m in model.modules() if layers(m) and m not in found]
+    own = set(layers(model).values())
+    modules = [m for m in model.modules() if layers(m) and m not in own]
     pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
     hooked: dict[nn.Module, str] = {}
     if any("attention_mask" in _arguments(m) for m in pretrained):

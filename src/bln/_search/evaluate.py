@@ -69,9 +69,9 @@ class Evaluator:
                 )
             batch = to_device(batch, self._device)  # once for all assignments
         if self.why is None:
-            found = self._check(part(batch, 0, _PROBES) if self.single else batch, assignments)
+            checked = self._check(part(batch, 0, _PROBES) if self.single else batch, assignments)
             if not self.single:
-                return found
+                return checked
         if not self.why:
             try:
                 results = self._together(batch, assignments)
@@ -94,9 +94,9 @@ class Evaluator:
             self.width = max(_CPU_COPIES, _CPU_NUMBERS // max(sizes))
         try:
             results = self._together(batch, assignments)
-            found, _ = self._scores(results, batch)
+            together, _ = self._scores(results, batch)
             within = _tolerance(self._device, [outputs for outputs, _ in results])
-            losses, others = (torch.tensor(scores, dtype=torch.float64)[:, 0] for scores in (found, expected))
+            losses, others = (torch.tensor(scores, dtype=torch.float64)[:, 0] for scores in (together, expected))
             alike = torch.allclose(losses, others, rtol=within, atol=within, equal_nan=True)
             self.why = "" if alike else "together they have other losses"
         except Exception as error:

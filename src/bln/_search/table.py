@@ -22,14 +22,14 @@ def text(result: SearchResult) -> str:
 
     def cells(rank: int, row: Row) -> list[str]:
         label = "per layer" if row.per_layer and len(row.label) > 24 else row.label
-        found = [f"{rank}{' *' * (row is best)}", label, _number(row.loss, row.loss_error)]
-        found += [_number(row.metrics[name], row.metrics_error[name]) for name in metrics]
+        row_cells = [f"{rank}{' *' * (row is best)}", label, _number(row.loss, row.loss_error)]
+        row_cells += [_number(row.metrics[name], row.metrics_error[name]) for name in metrics]
         if calibrated:
             before = row.uncalibrated
-            found.append(f"{before.loss:.4f} ({row.loss - before.loss:+z.4f})" if before else "")
+            row_cells.append(f"{before.loss:.4f} ({row.loss - before.loss:+z.4f})" if before else "")
         for name in orders:
-            found.append(_moves(row, name) + " !" * (name in row.collapses) if row.rebatched else "")
-        return found
+            row_cells.append(_moves(row, name) + " !" * (name in row.collapses) if row.rebatched else "")
+        return row_cells
 
     columns = ["", "config", "loss", *metrics, *["loss before calibration"] * calibrated]
     lines, combinations = [columns + [_HEADINGS[name] for name in orders]], 0

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ._spec import Spec
+
+
+def not_a_mask(mask: Any) -> TypeError:
+    """Return the error for a mask that is no boolean tensor."""
+    got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+    way_out = "mask.bool()" if isinstance(mask, Tensor) else "torch.tensor(mask)"
+    return TypeError(f"expected a boolean mask, true at real entries, got {got}; try {way_out}")
 
 
 def hide(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from . import _backends, formula
 from ._activation import Activation, check_activation, check_residual
-from ._masks import is_host_readable
+from ._masks import is_host_readable, not_a_mask
 from ._positions import check_shapes
 from ._spec import Spec
 from .config import CURRENT, POPULATION, StatisticsConfig
@@ -134,9 +134,7 @@ def check(
     if mask is None:
         return check_shapes("channel_dim", channel_dim, x.shape, features, None, allow_empty)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        way = "mask.bool()" if isinstance(mask, Tensor) else "torch.tensor(mask)"
-        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try {way}")
+        raise not_a_mask(mask)
     channel_dim = check_shapes("channel_dim", channel_dim, x.shape, features, mask.shape, allow_empty)
     if not allow_hidden and mask.numel() and is_host_readable(mask) and not mask.any():
         raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")

@@ -70,7 +70,7 @@ def gather_objects(value: Any, group: ProcessGroup, device: torch.device) -> lis
     """Return the values of all ranks, of anything that can be pickled. NCCL sends them by way of ``device``."""
     values: list[Any] = [None] * group.size()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        _run_collective("meet the others", dist.all_gather_object, values, value, group=group)
+        _run_collective("exchange values with the others", dist.all_gather_object, values, value, group=group)
     return values
 
 

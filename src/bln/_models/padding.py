@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._autograd import recomputing
+from .._masks import not_a_mask
 
 if TYPE_CHECKING:
     from ..layer import BatchLayerNorm
@@ -39,8 +40,7 @@ def padding(mask: Tensor) -> AbstractContextManager[None]:
         0.0
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try mask.bool()")
+        raise not_a_mask(mask)
     return _Block(mask)
 
 

@@ -153,9 +153,9 @@ def search(
     """
     layers, tools, configs = required_layers(model), framework(model), choices(candidates)
     named = _named(metrics)
-    measures = [tools._measure("loss", loss)]
+    functions = [tools._metric("loss", loss)]
     for name, metric in named.items():
-        measures.append(partial(_accuracy, tools) if metric in ("accuracy", "acc") else tools._measure(name, metric))
+        functions.append(partial(_accuracy, tools) if metric in ("accuracy", "acc") else tools._metric(name, metric))
     values, samples = [], []
     with _restored([*((layer, "config") for layer in layers.values()), *tools._modes(model)]):
         run = tools._runner(model, step, calibrating=False)
@@ -167,7 +167,7 @@ def search(
             for config in configs:
                 configure_layers(layers, config)
                 outputs, targets = run(batch) if step is not None else (run(batch[0]), batch[1])
-                of_batch.append([measure(outputs, targets) for measure in measures])
+                of_batch.append([function(outputs, targets) for function in functions])
             values.append(of_batch)
             samples.append(len(tools._leaves(targets)[0]))
     if not samples:

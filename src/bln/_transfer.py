@@ -12,7 +12,7 @@ from torch import Tensor
 from ._frameworks import framework
 from ._spec import Spec
 from .config import StatisticsConfig
-from .population import spread
+from .population import expand
 
 
 class State(NamedTuple):
@@ -121,7 +121,7 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
         if not torch.equal(*(torch.nan_to_num(t) for t in (fitted.to(value.dtype), value))):
             problems.append(f"{name} does not fit into the target's {str(other.dtype).removeprefix('torch.')}")
         # Only a source that does not know its positions yet has other shapes.
-        tensors[name] = fitted if target.positions is None else spread(fitted, name, tuple(other.shape))
+        tensors[name] = fitted if target.positions is None else expand(fitted, name, tuple(other.shape))
     return source._replace(tensors=tensors, positions=known), problems
 
 

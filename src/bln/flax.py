@@ -213,7 +213,7 @@ def _call(model: Any, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def _measure(name: str, metric: Any) -> Callable[[Any, Any], float]:
+def _metric(name: str, metric: Any) -> Callable[[Any, Any], float]:
     """Return the mean over a batch of the loss, or of the metric of this name."""
     if not callable(metric):
         raise ValueError(f"metric {name!r} is {metric!r}, expected a function metric(outputs, targets) or 'accuracy'")

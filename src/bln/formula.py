@@ -409,7 +409,7 @@ def _split_groups(xp: Any, value: Any, groups: int) -> Any:
     return xp.reshape(value, (*_open_sizes(value.shape[:-1]), groups, value.shape[-1] // groups))
 
 
-def _join_groups(xp: Any, value: Any) -> Any:
+def _flatten_groups(xp: Any, value: Any) -> Any:
     """Reshape ``(..., groups, d / groups)`` to ``(..., d)``."""
     return xp.reshape(value, (*_open_sizes(value.shape[:-2]), value.shape[-2] * value.shape[-1]))
 
@@ -427,7 +427,7 @@ def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Sp
     slope_F = w_F / (s.feature_var + spec.eps) ** 0.5
     offset_B, offset_F = slope_B * s.batch_mean, slope_F * s.feature_mean
     a, b = (
-        _join_groups(xp, _split_groups(xp, of_batch, spec.groups) + of_features[..., None])
+        _flatten_groups(xp, _split_groups(xp, of_batch, spec.groups) + of_features[..., None])
         for of_batch, of_features in ((slope_B, slope_F), (offset_B, offset_F))
     )
     if gamma is not None:

@@ -239,13 +239,13 @@ def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: boo
     return model.predict_on_batch if step is None else partial(step, model)
 
 
-def _measure(name: str, metric: Any) -> Callable[[Any, Any], float]:
+def _metric(name: str, metric: Any) -> Callable[[Any, Any], float]:
     """Return the mean over a batch of the loss, or of the metric of this name, for what ``compile`` would take."""
     function = (keras.losses if name == "loss" else keras.metrics).get(metric)
 
-    def measure(outputs: Any, targets: Any) -> float:
+    def mean(outputs: Any, targets: Any) -> float:
         if isinstance(function, keras.metrics.Metric):
             function.reset_state()
         return float(np.mean(ops.convert_to_numpy(function(targets, outputs))))
 
-    return measure
+    return mean

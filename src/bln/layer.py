@@ -194,15 +194,11 @@ class BatchLayerNorm(nn.Module):
 
     def _forward(self, x: Tensor, mask: Tensor | None, residual: Tensor | None = None) -> Tensor:
         group = self._group.resolve() if self.training and self._group is not None else None
-        synchronized = group is not None  # then other ranks may have samples
+        elsewhere = group is not None  # other ranks may have samples
         channel_dim = functional.check(
-            x,
-            mask,
-            self.channel_dim,
-            self.num_features,
-            allow_empty=synchronized or not self.training,
-            allow_hidden=synchronized,
-        )
+            x, mask, self.channel_dim, self.num_features,
+            allow_empty=elsewhere or not self.training, allow_hidden=elsewhere,
+        )  # fmt: skip
         check_residual(residual, x)
         call = x, self.weight, self.bias, mask, channel_dim, self.spec, self.population
         after: Any = {"residual": residual, "activation": self.activation}

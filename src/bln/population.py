@@ -180,9 +180,9 @@ class Population(nn.Module):
             for name, shape in self._shapes(positions).items():
                 buffer = getattr(self, name)
                 if compiling:
-                    setattr(self, name, spread(buffer, name, shape))
+                    setattr(self, name, expand(buffer, name, shape))
                 else:
-                    buffer.data = spread(buffer, name, shape)  # DistributedDataParallel holds on to the tensor
+                    buffer.data = expand(buffer, name, shape)  # DistributedDataParallel holds on to the tensor
 
     # ---- snapshots
 
@@ -213,7 +213,7 @@ class Population(nn.Module):
     def complete(self, snapshot: Snapshot) -> None:
         """Take from the snapshot the statistics that have no mini-batch since, and each ``1/m`` that was known."""
         shapes = self._shapes(self.position_shape or ())
-        old = {name: spread(snapshot[1][name], name, shape) for name, shape in shapes.items()}
+        old = {name: expand(snapshot[1][name], name, shape) for name, shape in shapes.items()}
         after, before = Averages.of(dict(self.named_buffers())), Averages.of(old)
         for name, value in formula.complete(torch, after, before, self.groups).by_name().items():
             getattr(self, name).copy_(value)
@@ -263,7 +263,7 @@ class Population(nn.Module):
                 self.learn_positions(positions)
             elif known and not positions:
                 shapes = self._shapes(known)
-                state_dict.update({prefix + name: spread(t, name, shapes[name]) for name, t in saved.items()})
+                state_dict.update({prefix + name: expand(t, name, shapes[name]) for name, t in saved.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name in INITIAL:  # assign=True takes the tensors of the dict as they are
             value = getattr(self, name)
@@ -295,7 +295,7 @@ def _narrow(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
-def spread(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+def expand(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """Repeat a statistic or counter for each position of ``shape``; return a copy, also where it has that shape."""
-    spread: Tensor = formula.expand(torch, name, value, shape)
-    return spread.clone()
+    expanded: Tensor = formula.expand(torch, name, value, shape)
+    return expanded.clone()

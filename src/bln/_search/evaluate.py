@@ -24,10 +24,10 @@ from .._models.batches import count_samples, holds_samples, is_pair, length, par
 from .._models.run import Step, run_batch
 from ..formula import Priors
 from ..layer import BatchLayerNorm
-from .measure import Function, measure
+from .metrics import Function, score
 from .per_layer import Assignment
 
-Scores = list[list[Any]]
+RawScores = list[list[Any]]
 """The loss and the metrics of each assignment: numbers, or tensors without dimensions, left on their device."""
 
 _PROBES = 4
@@ -59,7 +59,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         self._device = next(chain(self.model.parameters(), self.model.buffers())).device
 
-    def __call__(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
+    def __call__(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[RawScores, int]:
         """Score assignments on a mini-batch; return the number of samples, too."""
         if self.step is None:
             if not is_pair(batch):
@@ -81,7 +81,7 @@ class Evaluator:
                 return self._scores(results, batch)
         return self._separately(batch, assignments)
 
-    def _check(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
+    def _check(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[RawScores, int]:
         """Evaluate in both ways, note whether one pass will do, and return the scores of separate evaluations."""
         sizes = [1]
         hooks = [layer.register_forward_hook(lambda _, __, y: sizes.append(y.numel())) for layer in self.layers]
@@ -107,7 +107,7 @@ class Evaluator:
         run = partial(_one_at_a_time, self._run, batch) if self.single else partial(self._run, batch)
         return _in_one_pass(run, self.layers, assignments, self.width)
 
-    def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
+    def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[RawScores, int]:
         def results(batch: Any) -> Iterator[tuple[Any, Any]]:
             for assignment in assignments:
                 with assigned(self.layers, assignment):
@@ -127,10 +127,10 @@ class Evaluator:
             raise ValueError(f"step(model, batch) must return (outputs, targets), got {type(result).__name__}")
         return result[0], result[1]
 
-    def _scores(self, results: Iterable[tuple[Any, Any]], batch: Any) -> tuple[Scores, int]:
+    def _scores(self, results: Iterable[tuple[Any, Any]], batch: Any) -> tuple[RawScores, int]:
         scores, samples = [], 0
         for outputs, targets in results:
-            scores.append([measure(name, function, outputs, targets) for name, function in self.functions])
+            scores.append([score(name, function, outputs, targets) for name, function in self.functions])
             samples = samples or length(targets, outputs, batch)
         return scores, samples
 

@@ -20,7 +20,7 @@ from .._models.run import Step, preserved, uncompiled, unwrapped
 from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
 from .evaluate import Evaluator, assigned
-from .measure import Function, Metrics, named_functions
+from .metrics import Function, Metrics, named_functions
 from .objective import Objective
 from .per_layer import search_layers
 from .rebatch import reorder

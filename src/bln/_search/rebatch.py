@@ -24,8 +24,8 @@ class _Samples(Dataset[Any]):
         self.number, self.size = sum(lengths), lengths[0]
         try:
             self._held = pytree.tree_map(lambda *leaves: all(map(holds_samples, leaves, lengths)), *batches)
-            join = lambda held, *leaves: torch.cat(leaves) if held else leaves[0]  # noqa: E731
-            self._joined = pytree.tree_map(join, self._held, *batches)
+            concatenate = lambda held, *leaves: torch.cat(leaves) if held else leaves[0]  # noqa: E731
+            self._joined = pytree.tree_map(concatenate, self._held, *batches)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
                 f"rebatch=True puts samples of all batches together, but they differ in structure or shape: {error} "

@@ -51,7 +51,7 @@ def named_functions(loss: Function, metrics: Metrics | None) -> list[tuple[str, 
     return [("loss", loss), *named.items()]
 
 
-def measure(name: str, function: Function, outputs: Any, targets: Any) -> Any:
+def score(name: str, function: Function, outputs: Any, targets: Any) -> Any:
     """Return a loss or metric as a number or a tensor without dimensions."""
     try:
         value = function(outputs, targets)

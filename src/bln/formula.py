@@ -274,9 +274,8 @@ def batch_statistics(xp: Any, moments: Moments, total: Total = alone) -> tuple[A
 def combine(xp: Any, counts: Any, means: Any, squares: Any, total: Total = alone) -> tuple[Any, Any]:
     """Join mean and biased variance of several parts by Chan's formula, which subtracts no two large numbers.
 
-    ``counts``, ``means`` and ``squares``, the sums of squares around each part's
-    own mean, have parts along their first axis; a part without entries holds zeros. ``total`` adds up what several
-    devices have.
+    ``counts``, ``means`` and ``squares``, the sums of squares around each part's own mean, have parts along their first
+    axis; a part without entries holds zeros. ``total`` adds up over devices.
     """
     number = clamp(xp, total(xp.sum(counts, axis=0)))
     mean = total(xp.sum(counts * means, axis=0)) / number

@@ -57,7 +57,7 @@ class _Block(AbstractContextManager[None]):
         _active.blocks.pop()
 
     def mask_for(self, layer: BatchLayerNorm, x: Tensor) -> Tensor | None:
-        """The mask, if the layer uses it for this input.
+        """Return the mask, if the layer uses it for this input.
 
         In ``eval()`` a hook's mask is used only where it changes a statistic. So a converted model keeps its function
         at padded entries too, which convolutions and poolings see.

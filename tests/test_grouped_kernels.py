@@ -3,7 +3,12 @@
 import copy
 import inspect
 import itertools
+import json
+import os
+import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -907,6 +912,21 @@ def test_where_kernels_cannot_run_operators_add_and_activate(transform, chosen, 
     assert not launched
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # both in float32, in another order
+
+
+@pytest.mark.skipif(GPU, reason="a CPU tensor passes for one on a GPU")
+@pytest.mark.parametrize("size", ["fixed", "dynamic"])
+def test_a_compiler_launches_the_kernels_itself(size):
+    sources = Path(bln.__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", Path(__file__).with_name("compiled_graphs.py"), "bfloat16", size],
+        env=environment | {"PYTHONPATH": str(sources)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"graph": "forward", "kernels": ["measure", "join", "update_unmasked"], "hidden": []},
+        {"graph": "backward", "kernels": ["join_backward"], "hidden": []},
+    ], done.stderr
 
 
 def test_few_positions_are_left_to_operators(chosen, launched):

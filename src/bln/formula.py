@@ -144,7 +144,7 @@ def hide(xp: Any, x: Any, mask: Any) -> Any:
 
 def _per_feature(value: Any) -> Any:
     """Add an axis for features. Numbers and scalars need none, and AOTInductor cannot add one to a scalar."""
-    return value[..., None] if len(getattr(value, "shape", ())) else value
+    return value if is_number(value) or not len(value.shape) else value[..., None]
 
 
 def at_positions(value: Any, rank: int) -> Any:
@@ -207,7 +207,12 @@ def alone(value: Any) -> Any:
 
 def clamp(xp: Any, value: Any, least: float = 1) -> Any:
     """Raise values to ``least``. In Keras on torch, ``maximum`` would turn float64 into float32."""
-    return max(value, least) if isinstance(value, int) else xp.where(value > least, value, least)
+    return max(value, least) if is_number(value) else xp.where(value > least, value, least)
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is no array. Dynamo passes an open size for a number; elsewhere it is one of torch's own types."""
+    return isinstance(value, int | float) or not hasattr(value, "shape")
 
 
 def current(xp: Any, x: Any, mask: Any, spec: Spec, total: Total = alone) -> MiniBatch:

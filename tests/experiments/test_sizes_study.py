@@ -208,7 +208,7 @@ def test_resnet_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert "24 runs, about" in said
     assert "4 of 4 norms and batch sizes are left; the same command goes on" in said
     assert "0 runs, about 0 s" in said
-    assert "Test accuracy of ResNet-20 on CIFAR-10: at batch 1 BLN grouped" in said
+    assert "Test accuracy, ResNet-20 on CIFAR-10" in said
     assert "BLN grouped is ahead of or level with BatchNorm at every batch size." in said
     assert (tmp_path / "report.html").stat().st_size > 10_000
     tasks.load.cache_clear()

@@ -7,13 +7,13 @@ from .sizes import study
 NORMS = ("bn", "gn", "bln-grouped", "bln")
 BATCH_SIZES = (1, 4, 25)
 SEEDS, TRIED_ON = 8, 2
-"""Of each norm and batch size; and how many of them each learning rate is tried on."""
+"""Of each norm and batch size; and how many of them each learning rate is tried on, at least."""
 
 
 def cells(seeds: int | None = None) -> list[study.Cell]:
     """BatchNorm, GroupNorm and both forms of BLN."""
     seeds = SEEDS if seeds is None else seeds
-    tried_on = min(TRIED_ON, seeds)
+    tried_on = min(max(TRIED_ON, seeds // 8), seeds)
     return study.plan(
         "digits-resnet", norms=NORMS, batch_sizes=BATCH_SIZES, seeds=seeds, seeds_alone=seeds, tried_on=tried_on
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from bln.experiments import table as runs_table
 from bln.experiments.report import page, shift, sizes
-from bln.experiments.report.claims import CLAIMS, Part, Verdict, judge, overall
+from bln.experiments.report.claims import CLAIMS, PROTOCOLS, Part, Verdict, judge, outcome, overall
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, ended
 from bln.experiments.report.overview import chosen, kind
 from bln.experiments.report.statistics import mean_interval, number, paired_interval
@@ -77,7 +77,7 @@ def _gain(found: sizes.Results) -> str:
     rivals = ", ".join(f"{sizes.name(norm)} {points}" for norm, points in zip(norms[1:], others, strict=True))
     claim = "**No batch size to avoid.** " if behind[sizes.OURS] == min(behind.values()) else ""
     return (
-        f"{claim}At its worst of batch {_listed(found.sizes)} BLN is **{ours}** points behind the most accurate; "
+        f"{claim}At batch {_listed(found.sizes)} BLN is at most **{ours}** points of accuracy behind the best norm; "
         f"{rivals}. {_stands(sizes.standings(found))}"
     )
 
@@ -151,11 +151,12 @@ def standings(found: sizes.Results) -> str:
             str(each.size),
             sizes.name(each.rival),
             each.difference.times(100).text(signed=True, digits=1),
+            str(each.difference.n),
             each.verdict + (f"; {each.needed()}" if each.verdict == "undecided" else ""),
         ]
         for each in sizes.standings(found)
     ]
-    return table(["batch", "best other norm", "difference, points", f"{sizes.name(found.ours)} is"], rows)
+    return table(["batch", "best other norm", "difference, points", "seeds", f"{sizes.name(found.ours)} is"], rows)
 
 
 def resnet(results: Path) -> str:
@@ -228,16 +229,11 @@ def _summary(results: Path) -> Summary:
 
 def claims(results: Path) -> str:
     """Return a line for each protocol: how many parts of the paper's claims came out, and how."""
-    how = {"paper": "As the authors did it", "clean": "With mini-batches drawn anew each epoch"}
-    summary, lines = _summary(results), []
-    for protocol in summary.protocols("cnn", "rnn"):
-        counts = Counter(part.verdict for part in judge(summary, protocol))
-        reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
-        lines.append(
-            f"- **{how[protocol]}** (`{protocol}`): of {counts.total()} parts of the claims {reproduced} are "
-            f"reproduced, {refuted} are not, and {undecided} are undecided for want of runs."
-        )
-    return "\n".join(lines)
+    summary = _summary(results)
+    return "\n".join(
+        f"- **{PROTOCOLS[protocol]}** (`{protocol}`): {outcome(judge(summary, protocol))}"
+        for protocol in summary.protocols("cnn", "rnn")
+    )
 
 
 def verdicts(results: Path) -> str:

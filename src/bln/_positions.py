@@ -73,7 +73,8 @@ def window(positions: tuple[int, ...], known: tuple[int, ...] | None, compiling:
         return (slice(positions[0]),)
     alike = len(positions) == len(known)
     ways = [
-        "per_position=False, which pools batch statistics over positions and takes any",
+        "per_position=False, which pools batch statistics over positions and takes any; so does groups=8, the form for "
+        "convolutional nets",
         "pad or crop inputs to one shape" if alike else "a layer of its own for inputs of each kind",
     ]
     if alike and len(known) == 1:

@@ -8,21 +8,22 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
-import numpy as np
-
-from . import _arrays, formula
-from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._positions import check_shapes, sizes
-from ._spec import Spec, check_channel_dim, check_momentum, option, positive
-from .config import StatisticsConfig
 
-try:
+try:  # before NumPy, which comes with it
     import jax
     import jax.numpy as jnp
     from flax import nnx
 except ImportError as error:
     raise ImportError(f"bln.flax takes Flax NNX, which is not installed: {install('flax')}") from error
+
+import numpy as np
+
+from . import _arrays, formula
+from ._array_models import calibrate, configure, reset_statistics, search
+from ._positions import check_shapes, sizes
+from ._spec import Spec, check_channel_dim, check_momentum, option, positive
+from .config import StatisticsConfig
 
 __all__ = ["BatchLayerNorm", "calibrate", "configure", "layers", "reset_statistics", "search"]
 

@@ -6,21 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from . import _arrays, formula
-from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._positions import check_shapes, sizes, window
-from ._progress import check_repeatable
-from ._spec import Spec, check_channel_dim, check_momentum, option
-from .config import StatisticsConfig
 
-try:
+try:  # before NumPy, which comes with it
     import keras
     from keras import ops
 except ImportError as error:
     raise ImportError(f"bln.keras takes Keras 3, which is not installed: {install('keras')}") from error
+
+import numpy as np
+
+from . import _arrays, formula
+from ._array_models import calibrate, configure, reset_statistics, search
+from ._positions import check_shapes, sizes, window
+from ._progress import check_repeatable
+from ._spec import Spec, check_channel_dim, check_momentum, option
+from .config import StatisticsConfig
 
 __all__ = [
     "BatchLayerNormalization",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import time
 import warnings
@@ -31,10 +32,22 @@ def load(place: str) -> nn.Module:
         value: Any = resolve_name(place)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"no model at {place!r}: {error}") from None
+    if not isinstance(value, nn.Module) and (needs := _arguments(value)):
+        raise ValueError(f"{place} takes {needs}; write a function without arguments that calls it, and name that")
     model = value if isinstance(value, nn.Module) else value()
     if not isinstance(model, nn.Module):
         raise ValueError(f"{place} gives a {type(model).__name__}, expected a torch module")
     return model
+
+
+def _arguments(factory: Any) -> str:
+    """Return the names of the arguments that a factory cannot be called without."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # not a function, or one in C
+        return ""
+    optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return ", ".join(one.name for one in parameters if one.default is one.empty and one.kind not in optional)
 
 
 def check(

@@ -8,6 +8,7 @@ where the 95 % interval of its mean lies above 0, *not reproduced* where it lies
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -27,6 +28,7 @@ FEW_ACCURACY, FEW_LOSS, FEW_CONFIGURATION = 0.05, 0.10, 0.01
 """The half-width assumed with fewer seeds: of accuracies; of losses, as a share; of configurations, which share weights
 and test set, as a share."""
 CHANCE = {"cnn": 0.1, "rnn": 0.5}
+PROTOCOLS = {"paper": "As the authors did it", "clean": "With mini-batches drawn anew each epoch"}
 NAMES = {"cnn": "CNN", "rnn": "RNN", "bln": "BLN", "bn": "BN", "ln": "LN"}
 
 RULES = (
@@ -96,6 +98,16 @@ def judge(summary: Summary, protocol: str = "paper") -> list[Part]:
     """Every part of the five claims, with its verdict, from the runs of one protocol."""
     claims = (_accuracies, _convergence, _rivals, _leaders, _dependence)
     return [part for claim in claims for part in claim(summary, protocol)]
+
+
+def outcome(parts: Sequence[Part]) -> str:
+    """Return one sentence: how many parts of the claims came out, and how."""
+    counts = Counter(part.verdict for part in parts)
+    reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
+    return (
+        f"of {counts.total()} parts of the claims {reproduced} are reproduced, {refuted} are not, and {undecided} are "
+        "undecided for want of runs."
+    )
 
 
 def overall(parts: Sequence[Part]) -> str:

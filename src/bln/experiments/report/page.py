@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from . import figures
-from .claims import CLAIMS, RULES, Part, Verdict, judge, overall, searched
+from .claims import CLAIMS, PROTOCOLS, RULES, Part, Verdict, judge, outcome, overall, searched
 from .compare import MEASURES, difference, ended
 from .figures import Column, data
 from .markup import Html, badge, document, figure, join, safe, table, tag
@@ -90,18 +90,20 @@ def _verdicts(summary: Summary, protocols: Sequence[str]) -> Html:
     head = tag("h2", "The paper's claims")
     if not protocols:
         return join([head, tag("p", "Neither the CNN nor the RNN has been run: there is nothing to judge yet.")])
-    blocks = [head]
-    for protocol in protocols:
-        parts = judge(summary, protocol)
+    judged = {protocol: judge(summary, protocol) for protocol in protocols}
+    lines = [
+        join([tag("b", PROTOCOLS[protocol]), f" (protocol {protocol}): {outcome(parts)}"])
+        for protocol, parts in judged.items()
+    ]
+    blocks = [head, tag("ul", *(tag("li", line) for line in lines))]
+    for protocol, parts in judged.items():
         rows = []
         for claim, text in CLAIMS.items():
             own = [part for part in parts if part.claim == claim]
             counts = Counter(part.verdict for part in own)
             words = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
             rows.append([tag("b", str(claim)), text, join([badge(overall(own)), tag("small", words)])])
-        caption = (
-            f"Protocol {protocol}. Each claim is split into parts that figures can decide; details and rules below."
-        )
+        caption = f"Protocol {protocol}. A claim is split into parts that figures can decide; details and rules below."
         blocks.append(table(caption, ["", "claim", "verdict, and its parts"], rows, "overview"))
     return join(blocks)
 

@@ -722,7 +722,7 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
 
 
 @pytest.fixture
-def ordinary(monkeypatch):
+def fresh_plans(monkeypatch):
     """Start without plans; without a GPU, the current device is that of a CPU tensor."""
     monkeypatch.setattr(_backends, "quick", kernels.train_layer)
     monkeypatch.setattr(functions, "_plans", {})
@@ -731,7 +731,7 @@ def ordinary(monkeypatch):
 
 
 @pytest.fixture
-def chosen(monkeypatch, ordinary):
+def use_kernels(monkeypatch, fresh_plans):
     """Have the layer choose the kernels, as on a GPU."""
     monkeypatch.setattr(_backends, "_on_gpu", lambda x: True)
 
@@ -778,7 +778,7 @@ if GPU:
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize(("shape", "channel_dim", "options"), LAYERS, ids=str)
 def test_the_layer_with_kernels_is_the_layer_without(
-    shape, channel_dim, options, masked, launched, ordinary, monkeypatch
+    shape, channel_dim, options, masked, launched, fresh_plans, monkeypatch
 ):
     mine = layer_of(shape[channel_dim], channel_dim, **options)
     theirs = copy.deepcopy(mine)
@@ -805,7 +805,7 @@ def test_the_layer_with_kernels_is_the_layer_without(
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_activated_layer(activation, with_residual, masked, last, chosen, launched, monkeypatch):
+def test_an_activated_layer(activation, with_residual, masked, last, use_kernels, launched, monkeypatch):
     """Three launches, the second time on the fast path; hidden entries of the residual do not matter."""
     (x, gamma, beta, residual, mask), spec = activated_case((4, 6, 3, 5), torch.float32, masked, with_residual)
     layer = bln.BatchLayerNorm(6, groups=2, activation=activation).to(DEVICE)
@@ -843,7 +843,7 @@ def test_an_activated_layer(activation, with_residual, masked, last, chosen, lau
 
 
 @pytest.mark.parametrize("kind", ["strided", "double", "expanded"])
-def test_an_activated_layer_takes_residuals_of_any_layout(kind, chosen, launched):
+def test_an_activated_layer_takes_residuals_of_any_layout(kind, use_kernels, launched):
     layer, x = layer_of(6, activation="silu"), torch.randn(4, 6, 7, device=DEVICE)
     given, found = with_layout(torch.randn(4, 6, 7, device=DEVICE), kind), []
     for other in (given.to(x.dtype).contiguous(), given, given):
@@ -857,7 +857,7 @@ def test_an_activated_layer_takes_residuals_of_any_layout(kind, chosen, launched
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_an_activated_layer_refuses_a_residual_after_others_that_fit(chosen):
+def test_an_activated_layer_refuses_a_residual_after_others_that_fit(use_kernels):
     layer, x = layer_of(6), torch.randn(4, 6, 7, device=DEVICE)
     for _ in range(2):
         layer(x, residual=x)
@@ -867,7 +867,7 @@ def test_an_activated_layer_refuses_a_residual_after_others_that_fit(chosen):
     assert layer.population.updates.eq(2).all()
 
 
-def test_another_activation_has_another_plan(chosen):
+def test_another_activation_has_another_plan(use_kernels):
     """When a layer's activation changes, it does not use the plan of the old one."""
     layer, x = layer_of(6), torch.randn(4, 6, 7, device=DEVICE)
     layer(x)
@@ -879,7 +879,7 @@ def test_another_activation_has_another_plan(chosen):
 
 
 @pytest.mark.parametrize("transform", ["vmap", "few positions", "forward mode", "compiled"])
-def test_where_kernels_cannot_run_operators_add_and_activate(transform, chosen, launched):
+def test_where_kernels_cannot_run_operators_add_and_activate(transform, use_kernels, launched):
     layer, residual = layer_of(6, activation="gelu"), torch.randn(3, 4, 6, 7, device=DEVICE)
     x = torch.randn(4, 6, 7, device=DEVICE)
     layer(x, residual=residual[0])
@@ -929,7 +929,7 @@ def test_a_compiler_launches_the_kernels_itself(size):
     ], done.stderr
 
 
-def test_few_positions_are_left_to_operators(chosen, launched):
+def test_few_positions_are_left_to_operators(use_kernels, launched):
     layer = layer_of(4)
     for shape in ((6, 4), (6, 4, 3)):
         layer(torch.randn(shape, device=DEVICE))
@@ -938,7 +938,7 @@ def test_few_positions_are_left_to_operators(chosen, launched):
     assert launched == FORWARD
 
 
-def test_a_function_transform_falls_back_to_operators(chosen, launched):
+def test_a_function_transform_falls_back_to_operators(use_kernels, launched):
     layer, x = layer_of(4), torch.randn(6, 4, 5, device=DEVICE)
     expected = torch.autograd.grad(layer(x.requires_grad_()).pow(2).sum(), x)[0]
     launched.clear()
@@ -966,7 +966,7 @@ def in_double(layer):
 
 
 @pytest.mark.parametrize("change", [parametrized, with_gaps, in_double])
-def test_a_layer_that_kernels_cannot_take_is_left_to_operators(change, chosen, launched, monkeypatch):
+def test_a_layer_that_kernels_cannot_take_is_left_to_operators(change, use_kernels, launched, monkeypatch):
     """Even after a layer with inputs of the same shape used the kernels."""
     layer, x = layer_of(4), torch.randn(6, 4, 5, device=DEVICE)
     other = copy.deepcopy(layer)
@@ -985,7 +985,7 @@ def test_a_layer_that_kernels_cannot_take_is_left_to_operators(change, chosen, l
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_forward_mode_derivatives_are_left_to_operators(chosen):
+def test_forward_mode_derivatives_are_left_to_operators(use_kernels):
     layer, x, tangent = layer_of(4), *torch.randn(2, 6, 4, 5, device=DEVICE)
     layer(x), layer(x)
     with torch.autograd.forward_ad.dual_level():
@@ -1003,7 +1003,7 @@ def test_forward_mode_derivatives_are_left_to_operators(chosen):
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (6, 3, 5)], ids=str)
-def test_the_layer_still_refuses_wrong_shapes_on_the_fast_path(shape, chosen):
+def test_the_layer_still_refuses_wrong_shapes_on_the_fast_path(shape, use_kernels):
     layer = layer_of(4)
     layer(torch.randn(6, 4, 5, device=DEVICE)), layer(torch.randn(6, 4, 5, device=DEVICE))
     layer_of(3, groups=1)(torch.randn(6, 3, 5, device=DEVICE))
@@ -1011,7 +1011,7 @@ def test_the_layer_still_refuses_wrong_shapes_on_the_fast_path(shape, chosen):
         layer(torch.randn(shape, device=DEVICE))
 
 
-def test_a_recomputed_forward_updates_the_population_once(chosen, launched):
+def test_a_recomputed_forward_updates_the_population_once(use_kernels, launched):
     layer, x = layer_of(4), torch.randn(6, 4, 5, device=DEVICE, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert launched == FORWARD + FORWARD + BACKWARD
@@ -1020,7 +1020,7 @@ def test_a_recomputed_forward_updates_the_population_once(chosen, launched):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_gradient_that_is_expanded_or_in_another_layout(chosen, training):
+def test_a_gradient_that_is_expanded_or_in_another_layout(use_kernels, training):
     layer, x = layer_of(4), torch.randn(6, 4, 5, 3, device=DEVICE, requires_grad=True)
     layer(x)
     y = layer.train(training)(x)
@@ -1038,7 +1038,7 @@ def test_a_gradient_that_is_expanded_or_in_another_layout(chosen, training):
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_views_that_are_not_aligned(chosen, training, dtype):
+def test_views_that_are_not_aligned(use_kernels, training, dtype):
     """First and second derivatives, through the view."""
     layer = layer_of(4)
     whole = torch.randn(6 * 4 * 5 + 1, device=DEVICE).to(dtype)
@@ -1056,7 +1056,7 @@ def test_views_that_are_not_aligned(chosen, training, dtype):
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_low_precision_inputs_and_float32_parameters(chosen, launched, autocast):
+def test_low_precision_inputs_and_float32_parameters(use_kernels, launched, autocast):
     layer, linear = layer_of(8, -1), nn.Linear(5, 8).to(DEVICE)
     x = torch.randn(6, 7, 5, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
@@ -1074,7 +1074,7 @@ def test_low_precision_inputs_and_float32_parameters(chosen, launched, autocast)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_low_precision_parameters(chosen, launched, dtype):
+def test_low_precision_parameters(use_kernels, launched, dtype):
     """``layer.half()`` keeps its statistics in float32."""
     layer, x = layer_of(4).to(dtype), torch.randn(6, 4, 5, device=DEVICE).to(dtype).requires_grad_()
     y = layer(x)
@@ -1092,7 +1092,7 @@ def test_low_precision_parameters(chosen, launched, dtype):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=unit, atol=unit * size)
 
 
-def test_parameters_and_masks_of_any_strides(chosen):
+def test_parameters_and_masks_of_any_strides(use_kernels):
     x, table = torch.randn(6, 4, 5, device=DEVICE), torch.randn(4, 2, device=DEVICE)
     mask = (torch.arange(5)[:, None] < torch.tensor([5, 3, 4, 2, 1, 5])).to(DEVICE).T
     assert not mask.is_contiguous()
@@ -1103,7 +1103,7 @@ def test_parameters_and_masks_of_any_strides(chosen):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_statistics_on_request(chosen, launched):
+def test_statistics_on_request(use_kernels, launched):
     x = torch.randn(6, 4, 5, device=DEVICE)
     y, found = bln.functional.batch_layer_norm(x, groups=2, return_statistics=True)
     assert launched == FORWARD

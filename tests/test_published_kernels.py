@@ -518,7 +518,7 @@ def test_gradients_through_inference_notice_a_changed_population():
         y.sum().backward()
 
 
-def test_gradients_through_inference_notice_training_in_between(chosen):
+def test_gradients_through_inference_notice_training_in_between(use_kernels):
     layer = bln.BatchLayerNorm(4, channel_dim=-1, position_shape=(3,)).to(DEVICE)
     y = layer.eval()(torch.randn(5, 3, 4, device=DEVICE, requires_grad=True))
     layer.train()(torch.randn(5, 3, 4, device=DEVICE))
@@ -556,7 +556,7 @@ def test_every_kernel_compiles_to_machine_code():
 
 
 @pytest.fixture
-def chosen(monkeypatch):
+def use_kernels(monkeypatch):
     """Have the layer choose the kernels, as on a GPU."""
     monkeypatch.setattr(bln._backends, "_on_gpu", lambda x: True)
 
@@ -603,13 +603,13 @@ def test_the_layer_with_kernels_is_the_layer_without(shape, channel_dim, options
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_parameters_with_gaps(chosen):
+def test_parameters_with_gaps(use_kernels):
     x, table = torch.randn(6, 5, 3, device=DEVICE), torch.randn(5, 2, device=DEVICE)
     found, expected = (bln.functional.batch_layer_norm(x, w, w) for w in (table[:, 0], table[:, 0].contiguous()))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_more_features_than_a_tile_are_left_to_the_formula(chosen):
+def test_more_features_than_a_tile_are_left_to_the_formula(use_kernels):
     for shape in ((2, 40000), (2, 3, 40000)):
         x = torch.randn(shape, device=DEVICE)
         found, expected = (bln.functional.batch_layer_norm(t, channel_dim=-1) for t in (x, x.double()))
@@ -619,7 +619,7 @@ def test_more_features_than_a_tile_are_left_to_the_formula(chosen):
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
-def test_a_mask_of_any_strides(chosen, per_position, training):
+def test_a_mask_of_any_strides(use_kernels, per_position, training):
     layer, twin = twins((6, 5, 4), -1, per_position=per_position)
     mask = (torch.arange(5)[:, None] < torch.tensor([5, 3, 4, 2, 1, 5])).to(DEVICE).T
     x = torch.randn(6, 5, 4, device=DEVICE)
@@ -630,7 +630,7 @@ def test_a_mask_of_any_strides(chosen, per_position, training):
     )
 
 
-def test_statistics_of_a_compiled_call_have_no_gradient(chosen):
+def test_statistics_of_a_compiled_call_have_no_gradient(use_kernels):
     torch._dynamo.reset()
     x = torch.randn(6, 4, 5, device=DEVICE, requires_grad=True)
     call = torch.compile(
@@ -644,7 +644,7 @@ def test_statistics_of_a_compiled_call_have_no_gradient(chosen):
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
 @pytest.mark.parametrize("channels", [4, 130])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_contiguous_input_gives_a_contiguous_output(chosen, channels, per_position, training):
+def test_a_contiguous_input_gives_a_contiguous_output(use_kernels, channels, per_position, training):
     layer = bln.BatchLayerNorm(channels, per_position=per_position).to(DEVICE)
     x = torch.randn(4, channels, 3, 3, device=DEVICE, requires_grad=True)
     layer(x)
@@ -655,7 +655,7 @@ def test_a_contiguous_input_gives_a_contiguous_output(chosen, channels, per_posi
 
 @pytest.mark.parametrize("dim", [2, 3, 4])
 @pytest.mark.parametrize("channel_dim", [1, -1], ids=["second", "last"])
-def test_gradients_in_any_layout(chosen, dim, channel_dim):
+def test_gradients_in_any_layout(use_kernels, dim, channel_dim):
     for shape in ((1, 1, 1, 1)[:dim], (1, 5, 3, 2)[:dim], (4, 5, 3, 2)[:dim]):
         x = torch.randn(shape, device=DEVICE, requires_grad=True)
         dy = torch.randn(shape, device=DEVICE)
@@ -668,7 +668,7 @@ def test_gradients_in_any_layout(chosen, dim, channel_dim):
             torch.testing.assert_close(torch.autograd.grad(layer(x), x, gradient)[0], expected, rtol=0, atol=0)
 
 
-def test_the_layer_refuses_other_positions_and_updates_nothing(chosen):
+def test_the_layer_refuses_other_positions_and_updates_nothing(use_kernels):
     layer = bln.BatchLayerNorm(4, channel_dim=-1, position_shape=(5, 5)).to(DEVICE)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(ValueError, match="statistics are kept for positions"):
@@ -676,7 +676,7 @@ def test_the_layer_refuses_other_positions_and_updates_nothing(chosen):
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
-def test_a_recomputed_forward_updates_the_population_once(chosen):
+def test_a_recomputed_forward_updates_the_population_once(use_kernels):
     layer, _ = twins((6, 4, 5), 1)
     x = torch.randn(6, 4, 5, device=DEVICE, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
@@ -699,7 +699,7 @@ def test_a_compiled_call_may_be_the_first_to_import_the_kernels():
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize(("shape", "channel_dim", "options"), LAYERS)
-def test_a_compiled_layer_is_the_layer(shape, channel_dim, options, masked, dtype, chosen):
+def test_a_compiled_layer_is_the_layer(shape, channel_dim, options, masked, dtype, use_kernels):
     torch._dynamo.reset()
     layer, twin = twins(shape, channel_dim, **options)
     compiled = torch.compile(twin, fullgraph=True, backend="inductor" if GPU else "aot_eager")

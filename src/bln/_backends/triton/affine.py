@@ -6,7 +6,7 @@ of ``measure`` would have to walk all samples and features alone.
 
 The input is ``x[n, c, p]``; ``CHANNELS_FIRST`` says whether positions or features are contiguous. The positions of a
 sample are split into ``splits`` chunks of ``chunk``, of which the last may be shorter. A kernel over the input has one
-program for each sample, chunk and block of ``BC`` features, in this order. A chunk is read by one program in an order
+program for each sample, chunk and block of ``BC`` features, blocks fastest. A chunk is read by one program in an order
 that does not depend on ``N``, so a sample has the same bits in any mini-batch. A kernel that joins has one program for
 each block of ``BC`` features, then one for each block of ``BG`` (sample, group) pairs, numbered ``n * groups + g``.
 

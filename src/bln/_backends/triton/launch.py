@@ -87,7 +87,7 @@ def new(x: Tensor, *sizes: int) -> Tensor:
 
 
 class Launch:
-    """A kernel with its grid, and the ``scalars`` and ``constexprs`` that follow its pointers, in its order.
+    """A kernel with its grid, and the ``scalars`` and ``constexprs`` that follow the arguments of a call, in order.
 
     The first call compiles it; later ones skip Triton's binding of arguments. So all calls must agree in whatever
     Triton compiles for: which pointers are ``None``, and the types and the alignment of the others.

@@ -2,7 +2,7 @@
 
 The input is ``x[n, p, c]``, or ``x[n, c, p]`` with ``CHANNELS_FIRST``. A row is all features of a sample at a position;
 there are ``R``. A tile has ``BP`` positions of one sample and all features. A kernel over the input has one program for
-each block of positions and range of samples, in this order. It walks the samples, so that batch statistics accumulate
+each block of positions and range of samples, ranges fastest. It walks the samples, so that batch statistics accumulate
 in registers, while the feature statistics of a row are sums within its tile.
 
 A column is a position and feature with batch statistics of their own; there are ``Q * C``. ``POOLED``, all positions

@@ -1,12 +1,12 @@
-"""Forward plus backward of the layer on a CPU, beside the two native norms it is made of.
+"""Time forward plus backward of the layer on a CPU, against the two native norms it is built from.
 
     python benchmarks/cpu.py [--threads 2] [--seconds 4] [--markdown FILE]
 
-Prints, for each shape, the milliseconds of ``F.batch_norm(x.reshape(N, -1))`` plus ``F.layer_norm(x)``, for the grouped
-form of ``BatchNorm2d``. Times of ``BatchLayerNorm`` (twice, to see the spread), its plain formula, ``BatchNorm2d``,
-``GroupNorm`` and a copy are multiples of that. Each is the 20th percentile: what else the machine does only adds time.
-The layer is called as a user does: parameters have gradients and population statistics are updated. Variants take
-turns in random order, inputs are random, and change from call to call so that they do not all fit into the cache.
+For each shape it prints milliseconds of ``F.batch_norm(x.reshape(N, -1))`` plus ``F.layer_norm(x)``; for the grouped
+form, those of ``BatchNorm2d``. The times of ``BatchLayerNorm`` (twice, to show the spread), its plain formula,
+``BatchNorm2d``, ``GroupNorm`` and a copy are multiples of that. Each is the 20th percentile, since other work on the
+machine only adds time. The layer is called as a user does: parameters have gradients and the population is updated.
+Variants take turns in random order. Inputs are random and change from call to call, and do not fit in the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bln._backends import operators
 CACHE = 64 * 2**20  # bytes: twice the last-level cache of most machines
 
 FORMS = {"per position": {}, "pooled": {"per_position": False}, "grouped": {"groups": 8}}
-SHAPES = [  # what, channel_dim, form
+SHAPES = [  # shape, channel_dim, form
     ((25, 80, 128), -1, "per position"),
     ((64, 28, 28, 64), -1, "per position"),
     ((32, 56, 56, 64), -1, "per position"),
@@ -59,7 +59,7 @@ def stepper(function: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> S
 
 
 def plain(layer: bln.BatchLayerNorm) -> Callable[[Tensor], Tensor]:
-    """The formula as a chain of operators."""
+    """Return the formula as a chain of operators."""
 
     def function(x: Tensor) -> Tensor:
         rows = x.movedim(layer.channel_dim, -1)
@@ -80,7 +80,7 @@ def variants(shape: tuple[int, ...], channel_dim: int, form: str) -> dict[str, S
         return F.layer_norm(x.movedim(channel_dim, -1), (d,)).movedim(-1, channel_dim)
 
     def batch_norm_module(x: Tensor) -> Tensor:
-        return norm(x.movedim(channel_dim, 1))  # features last is channels last to it: no copy
+        return norm(x.movedim(channel_dim, 1))  # features last is torch's channels last: no copy
 
     return {
         "batch_norm": stepper(lambda x: F.batch_norm(x.reshape(n, -1), None, None, training=True).view(shape), []),
@@ -99,7 +99,7 @@ def variants(shape: tuple[int, ...], channel_dim: int, form: str) -> dict[str, S
 
 
 def measure(shape: tuple[int, ...], channel_dim: int, form: str, seconds: float) -> dict[str, float]:
-    """Milliseconds of each variant."""
+    """Return the milliseconds of each variant."""
     steps = variants(shape, channel_dim, form)
     bytes_each = 2 * 4 * torch.Size(shape).numel()
     inputs = [
@@ -108,7 +108,7 @@ def measure(shape: tuple[int, ...], channel_dim: int, form: str, seconds: float)
     times: dict[str, list[float]] = {name: [] for name in steps}
     start, source = time.perf_counter(), cycle(inputs)
     while time.perf_counter() - start < seconds or len(times["BLN"]) < 5:
-        for name, step in random.sample(sorted(steps.items()), len(steps)):  # none always after the same other
+        for name, step in random.sample(sorted(steps.items()), len(steps)):  # no variant always follows the same other
             x, dy = next(source)
             before = time.perf_counter()
             step(x, dy)
@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0, help="for each shape")
-    parser.add_argument("--markdown", type=Path, help="write the table there too")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 

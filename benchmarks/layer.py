@@ -1,18 +1,17 @@
-"""The layer on a GPU beside BatchNorm, LayerNorm, the compiled formula, a copy and an addition.
+"""Time the layer on a GPU against BatchNorm, LayerNorm, the compiled formula, a copy and an addition.
 
     python benchmarks/layer.py [--out DIR] [--types float32 bfloat16] [--shapes 0 1 ...] [--without-compiler]
 
-For each shape, type and layout it prints microseconds of ``y.copy_(x)`` and ``torch.add(x, dy, out=dx)``, and as
-multiples of the first the forward, of the second the backward of ``BatchLayerNorm`` (its statistics update included),
-``BatchNorm`` and ``LayerNorm`` in the same layout, and ``torch.compile`` of the plain formula. The backward is what
-forward and backward take together, less the forward. Sweeps are two launches that compute nothing: one reads all that
-is given, the other reads it again, the last first, and writes as much as an input. Whatever is too large for the chip
-and must be seen whole before anything is written does that at least. Inference is ``TTFF``.
+For each shape, type and layout it prints microseconds of ``y.copy_(x)`` and ``torch.add(x, dy, out=dx)``. Forward is a
+multiple of the first and backward of the second, for ``BatchLayerNorm`` (its statistics update included), ``BatchNorm``
+and ``LayerNorm`` in the same layout, and ``torch.compile`` of the plain formula. The time of backward is that of both
+less that of forward. Sweeps are two launches that compute nothing: one reads its inputs, the other reads them again in
+reverse and writes one tensor. That is the floor for a norm whose input does not fit on chip. Inference is ``TTFF``.
 
 Calls are replayed from a CUDA graph over many random inputs, more than the L2 cache holds; medians of replays. Host
-time is that of eager calls, forward plus backward, beside BatchNorm. Behind BLN's ratios stand, in brackets, those last
-recorded in ``docs/results``, so that a kernel that another compiler made slower is seen. With ``--out`` the table is
-written there as CSV, and drawn; the documentation is made from ``--out docs/results``.
+time is that of eager calls, forward plus backward, over BatchNorm's. BLN's ratios are followed by the last recorded in
+``docs/results``, in brackets, to show where another compiler made a kernel slower. With ``--out`` the table is written
+as CSV, and drawn; the documentation is made from ``--out docs/results``.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ BYTES = 300_000_000  # of inputs a graph walks through: five times an H200's L2 
 
 
 class LayerNorm(nn.LayerNorm):
-    """Over the features, wherever they stand."""
+    """Layer normalization over the features, in any dimension."""
 
     def __init__(self, features: int, at: int) -> None:
         super().__init__(features)
@@ -65,7 +64,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class BatchNorm(nn.Module):
-    """On features-last inputs, which to it are channels last: nothing is copied."""
+    """Batch normalization, in either layout: features last is torch's channels last, so nothing is copied."""
 
     def __init__(self, features: int, positions: int, at: int) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class BatchNorm(nn.Module):
 
 
 class Plain(nn.Module):
-    """The formula in operators, statistics not kept."""
+    """The formula in plain operators, without the statistics update."""
 
     def __init__(self, features: int, at: int) -> None:
         super().__init__()
@@ -91,7 +90,7 @@ class Plain(nn.Module):
 
 @triton.jit
 def _sweep(x, dy, y, size, WRITE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of ``x``, and of gradients if there are any: a sum for each program, or the last values first, all of them."""
+    """Sum ``x``, and ``dy`` if given, for each program; or with ``WRITE`` write ``x + dy``, in reverse."""
     step, first = tl.num_programs(0) * BLOCK, tl.program_id(0) * BLOCK
     steps = tl.cdiv(size - first, step)
     total = tl.zeros([BLOCK], tl.float32)
@@ -109,13 +108,13 @@ def _sweep(x, dy, y, size, WRITE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def two_sweeps(x: Tensor, dy: Tensor | None, y: Tensor, sums: Tensor) -> None:
-    """All that is given, read twice, and as much as an input written."""
+    """Read the inputs twice, and write one tensor."""
     for to in (sums, y):
         _sweep[(len(sums),)](x, dy, to, x.numel(), WRITE=to is y, BLOCK=2048, num_warps=4)
 
 
 def replay(calls: list[Callable[[], object]]) -> float:
-    """Median microseconds of a call, replayed from a graph that makes them all."""
+    """Return the median microseconds of a call, with all calls replayed from one CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -138,7 +137,7 @@ def replay(calls: list[Callable[[], object]]) -> float:
 
 
 def host(modules: list[nn.Module], x: Tensor, dy: Tensor) -> list[float]:
-    """Seconds the host takes for an eager forward and backward of each, in turn, the device not waited for."""
+    """Return the host's seconds for an eager forward and backward of each module, without waiting for the device."""
     inputs = [[x, *module.parameters()] for module in modules]
     times: list[list[float]] = [[] for _ in modules]
     for at in range(300):
@@ -152,7 +151,7 @@ def host(modules: list[nn.Module], x: Tensor, dy: Tensor) -> list[float]:
 
 
 Case = tuple[int, tuple[int, ...], int, torch.dtype, bool]
-"""Samples, positions, features, type, and whether features lie last."""
+"""Samples, positions, features, type, and whether features are last."""
 
 
 def measure(case: Case, compiler: bool) -> dict[str, object]:
@@ -200,7 +199,7 @@ def measure(case: Case, compiler: bool) -> dict[str, object]:
     with torch.no_grad():
         evaluated = modules["BLN"].eval()
         row["inference"] = round(replay([lambda x=x: evaluated(x) for x in xs]) / copy, 2)
-    if size < 1_000_000:  # of more the device is slower than the host
+    if size < 1_000_000:  # beyond that the device is slower than the host
         theirs, *ours = host(
             [modules[name].train() for name in ("BN", "BLN", "grouped") if name in modules], xs[0], dys[0]
         )
@@ -214,7 +213,7 @@ def grouped(c: int, at: int) -> nn.Module:
 
 
 def warm(case: Case) -> None:
-    """Compile the kernels of a case, so that they are in Triton's cache."""
+    """Compile the kernels of a case into Triton's cache."""
     n, positions, c, dtype, last = case
     at = len(positions) + 1 if last else 1
     x = torch.randn([n, *positions, c], device="cuda").movedim(-1, at).contiguous().to(dtype).requires_grad_()
@@ -227,7 +226,7 @@ def warm(case: Case) -> None:
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
-    """Forward and backward of each norm, features last, as multiples of a copy and of an addition."""
+    """Plot forward and backward of each norm, features last, as multiples of a copy and of an addition."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -262,7 +261,7 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
 
 
 def recorded(path: Path = RECORDED) -> dict[str, dict[str, str]]:
-    """What the last run wrote, by shape, layout and type; nothing if there was none."""
+    """Return the rows of the last run, by shape, layout and type; none if there was no run."""
     if not path.exists():
         return {}
     with path.open(newline="", encoding="utf-8") as file:
@@ -274,7 +273,7 @@ def _about(row: Mapping[str, object]) -> str:
 
 
 def line(row: Mapping[str, object], before: Mapping[str, Mapping[str, str]]) -> str:
-    """A row of the printed table."""
+    """Return a row of the printed table."""
     last = before.get(_about(row), {})
     cells = []
     for column in COLUMNS:
@@ -288,12 +287,10 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shapes", nargs="+", type=int, default=range(len(SHAPES)), help="which, counted from 0")
     parser.add_argument("--without-compiler", action="store_true", help="leave the compiled formula out: faster")
-    parser.add_argument(
-        "--processes", type=int, default=8, help="that compile kernels before anything is timed; 0 for none"
-    )
+    parser.add_argument("--processes", type=int, default=8, help="processes that compile kernels first; 0 for none")
     parser.add_argument("--out", type=Path, help="a folder for layer.csv and figures/layer.png")
     arguments = parser.parse_args()
-    torch.compiler.config.force_disable_caches = True  # a launch chosen beside other programs would be chosen again
+    torch.compiler.config.force_disable_caches = True  # do not reuse a launch chosen while other programs ran
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device; benchmarks/cpu.py does not")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
@@ -319,7 +316,7 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, object]], folder: Path) -> None:
-    """What there is so far, so that a run that is cut off has not been for nothing."""
+    """Write the rows so far, so that an interrupted run keeps them."""
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     with (folder / "layer.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

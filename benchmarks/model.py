@@ -1,12 +1,12 @@
-"""Training steps of whole nets, with each norm: what a user feels.
+"""Time training steps of whole nets with each norm, as a user sees them.
 
-    python benchmarks/model.py                                  # small nets, on whatever there is
+    python benchmarks/model.py                                  # ResNet-50 on a GPU, a small net on a CPU
     python benchmarks/model.py --nets resnet50 --batch 128 32 --modes eager graph compiled reduce-overhead
 
 Inputs are random and change from step to step. A row has the time of a step (back to back, as in a training loop), the
-host's part of it (until the last launch is enqueued), images a second and the peak of memory. ``graph`` replays the
-eager step as one CUDA graph, so it is the GPU's time alone. Each variant has a process of its own, and they are timed
-in turns; figures are medians, and the ratio is to BatchNorm in the same mode.
+host's part of it (until the last launch is queued), images per second and peak memory. ``graph`` replays the eager step
+as one CUDA graph, which is the GPU's time alone. Each variant runs in its own process, and they take turns. Figures are
+medians; the ratio is to BatchNorm in the same mode.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Transposed(nn.Module):
 
 
 Norm = Callable[[int, int], nn.Module]
-"""Makes a layer of this number of features, which lie at that dimension: 1, or -1 for sequences."""
+"""A function of the number of features and their dimension (1, or -1 for sequences) that makes a layer."""
 
 
 def channels_first(make: Callable[[int], nn.Module]) -> Norm:
-    """Have a norm of features in dimension 1 take them last, too."""
+    """Extend a norm of features in dimension 1 to features in the last."""
     return lambda c, dim: make(c) if dim == 1 else Transposed(make(c))
 
 
@@ -74,7 +74,7 @@ NORMS: dict[str, Norm] = {
     "gn": channels_first(lambda c: nn.GroupNorm(math.gcd(32, c), c)),
     "ln": lambda c, dim: nn.LayerNorm(c) if dim == -1 else Transposed(nn.LayerNorm(c)),
     "bln grouped": grouped,
-    "bln fused": grouped,  # residual nets: its activation and residual in the same pass
+    "bln fused": grouped,  # in residual nets, fused with the activation and the residual
     "bln pooled": lambda c, dim: bln.BatchLayerNorm(c, per_position=False, dim_scale=False, channel_dim=dim),
     "bln published": lambda c, dim: bln.BatchLayerNorm(c, channel_dim=dim),
 }
@@ -83,7 +83,7 @@ NORMS: dict[str, Norm] = {
 
 
 class Activated(nn.Module):
-    """``relu(norm(x) + residual)``, in place, as torchvision's blocks have it."""
+    """``relu(norm(x) + residual)``, in place, as in torchvision's blocks."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Activated(nn.Module):
 
 
 def activated(norm: str, c: int) -> nn.Module:
-    """The norm with the ReLU behind it."""
+    """Return the norm followed by a ReLU."""
     return grouped(c, 1, "relu") if norm == "bln fused" else Activated(NORMS[norm](c, 1))
 
 
@@ -127,7 +127,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet(norm: str, blocks: tuple[int, ...], expansion: int, classes: int = 1000) -> nn.Module:
-    """The standard residual net for images of 224 pixels."""
+    """Return the standard residual net for images of 224 pixels."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), activated(norm, 64), nn.MaxPool2d(3, 2, 1)]
     inside = 64
     for stage, count in enumerate(blocks):
@@ -150,7 +150,7 @@ class ConvNextBlock(nn.Module):
 
 
 def convnext(norm: str, width: int = 192, depth: int = 9) -> nn.Module:
-    """A stack of ConvNeXt blocks on patches."""
+    """Return a stack of ConvNeXt blocks on patches."""
     blocks = [ConvNextBlock(width, norm) for _ in range(depth)]
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000))
     return nn.Sequential(nn.Conv2d(3, width, 8, 8), *blocks, head)
@@ -237,7 +237,7 @@ class Step:
 
 
 def times(step: Step, count: int) -> tuple[float, float]:
-    """Seconds of a step back to back, and of the host's part of one."""
+    """Return the seconds of a step, back to back, and of the host's part of one."""
     step.sync()
     start = time.perf_counter()
     for _ in range(count):
@@ -264,7 +264,7 @@ class Variant:
 
 
 def serve(variant: Variant, device: str, pipe: Connection) -> None:
-    """Prepare a variant in this process; then time steps whenever a number of them is asked for."""
+    """Prepare a variant in this process, then time as many steps as each message asks for."""
     pipe.recv()
     try:
         dtype, last = getattr(torch, variant.type), variant.layout == "last"
@@ -281,9 +281,9 @@ def serve(variant: Variant, device: str, pipe: Connection) -> None:
 
 
 class Worker:
-    """A variant in a process of its own: compilers work side by side, and no variant sees another's memory.
+    """A variant in its own process: compilers run in parallel, and no variant shares memory with another.
 
-    The process imports what it needs and waits for :meth:`begin`.
+    The process does its imports, then waits for :meth:`begin`.
     """
 
     def __init__(self, variant: Variant, device: str) -> None:
@@ -297,7 +297,7 @@ class Worker:
         self.found: list[tuple[float, float]] = []
 
     def begin(self) -> None:
-        """Have the process prepare its variant."""
+        """Tell the process to prepare its variant."""
         with suppress(OSError):
             self.pipe.send(None)
 
@@ -314,19 +314,19 @@ class Worker:
         return True
 
     def time(self, count: int) -> None:
-        """Time so many steps."""
+        """Time ``count`` steps."""
         self.pipe.send(count)
         self.found.append(self.pipe.recv())
 
     def end(self) -> None:
         """End the process."""
-        with suppress(OSError):  # it may have ended by itself
+        with suppress(OSError):  # it may have ended already
             self.pipe.send(None)
         self.process.join()
 
 
 def measure(workers: list[Worker], repeats: int, steps: int) -> list[dict[str, Any]]:
-    """Time variants in turns, so that all see the machine in the same states, and return a row for each."""
+    """Time variants in turns, so that drift of the machine affects all alike, and return a row for each."""
     for worker in workers:
         worker.begin()
     running = [worker for worker in workers if worker.ready()]

@@ -1,9 +1,9 @@
-"""All 16 configurations in one pass, against 16 evaluations: LeNet of the paper, batches of 25.
+"""Time all 16 configurations in one pass against 16 evaluations: the paper's LeNet, batches of 25.
 
     python benchmarks/search.py [--device cuda] [--batches 40] [--rounds 9]
 
-Both are run twice in every round, in turn, so that drift of the machine hits all alike; the two medians of one and the
-same version say how far a ratio can be trusted. The search is the whole call: its check on the first batch included.
+Both run twice in every round, in turn, so that drift of the machine affects them alike; the two medians of one version
+show how far a ratio can be trusted. The time of the search is that of the whole call, its check included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sixteen(model, batches, device):
-    """What one would write without bln.search."""
+    """Return the loss of each configuration as one would write it without ``bln.search``."""
     losses = {}
     for config in bln.StatisticsConfig.all():
         bln.configure(model, config)
@@ -75,7 +75,7 @@ def main() -> None:
         "16 evaluations, again": lambda: sixteen(model, batches, device),
         "bln.search, again": one_pass,
     }
-    found = {name: version() for name, version in versions.items()}  # and warm up
+    found = {name: version() for name, version in versions.items()}  # this also warms up
     apart = max(abs(found["bln.search"][c] - loss) for c, loss in found["16 evaluations"].items())
     times: dict[str, list[float]] = {name: [] for name in versions}
     for _ in range(options.rounds):

@@ -1,13 +1,13 @@
-"""What synchronized statistics cost: forward plus backward of the layer on several ranks.
+"""Measure the cost of synchronized statistics: forward plus backward of the layer on several ranks.
 
     python benchmarks/sync.py [--ranks 2] [--device cpu|cuda] [--seconds 8] [--markdown FILE]
 
-Two bases are the layer without synchronization and the collectives it then needs: a gather of as many numbers after
-forward, a sum of as many after backward. ``bare``, what they bring is thrown away; ``by hand`` packs statistics into
-the message and combines what comes, which no synchronization can do without. ``SyncBatchNorm`` does not run on a CPU
-(gloo). On GPUs (NCCL, or gloo where ranks share one) it stands beside, and ``cost`` is what synchronization adds to BLN
-over what it adds to ``BatchNorm``. Medians in milliseconds; variants take turns in random order, the same on all
-ranks, so that the machine's moods hit all of them.
+There are two baselines, both the layer without synchronization plus collectives of the same size: a gather after
+forward and a sum after backward. ``bare`` throws their results away; ``by hand`` packs statistics into the message and
+combines the results, as any synchronization must. ``SyncBatchNorm`` does not run on a CPU (gloo). On GPUs (NCCL, or
+gloo where ranks share one) it is measured too, and ``cost`` is the time that synchronization adds to BLN over the time
+it adds to ``BatchNorm``. Figures are medians in milliseconds. Variants take turns in random order, the same on all
+ranks, so that drift of the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def stepper(function: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> S
 
 
 def bare(layer: bln.BatchLayerNorm, shape: tuple[int, ...]) -> Step:
-    """The layer alone, and beside it the collectives of a synchronized one: statistics to all, gradients added up."""
+    """Return the step of a layer alone plus a synchronized one's collectives, whose results are thrown away."""
     features, device = layer.num_features, layer.weight.device
     positions = torch.Size(shape[1:]).numel() // features if layer.per_position else 1
     message = torch.randn(positions * (2 * features + (3 if layer.per_position else 4)), device=device)
@@ -68,7 +68,7 @@ def bare(layer: bln.BatchLayerNorm, shape: tuple[int, ...]) -> Step:
 
 
 def by_hand(layer: bln.BatchLayerNorm, shape: tuple[int, ...]) -> Step:
-    """``bare``, with messages packed and combined, of statistics that the layer has at hand."""
+    """Return the step of ``bare`` with messages packed from the population's statistics, and combined."""
     features, world, kept = layer.num_features, dist.get_world_size(), layer.population
 
     def step(x: Tensor, dy: Tensor) -> None:
@@ -100,7 +100,7 @@ def variants(shape: tuple[int, ...], channel_dim: int, per_position: bool, devic
         for name, kind in norms.items():
             norm = kind(d, device=device)
 
-            def seconds(x: Tensor, norm: nn.Module = norm) -> Tensor:  # features last is channels last to it
+            def seconds(x: Tensor, norm: nn.Module = norm) -> Tensor:  # features last is torch's channels last
                 return norm(x.movedim(channel_dim, 1)).movedim(1, channel_dim)
 
             found[name] = stepper(seconds, list(norm.parameters()))
@@ -110,7 +110,7 @@ def variants(shape: tuple[int, ...], channel_dim: int, per_position: bool, devic
 def measure(
     shape: tuple[int, ...], channel_dim: int, per_position: bool, device: torch.device, seconds: float
 ) -> dict[str, float]:
-    """Median milliseconds of each variant on this rank."""
+    """Return the median milliseconds of each variant on this rank."""
     steps = variants(shape, channel_dim, per_position, device)
     x, dy = torch.randn(shape, device=device, requires_grad=True), torch.randn(shape, device=device)
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -118,7 +118,7 @@ def measure(
     start = time.perf_counter()
     while again:
         for name, step in order.sample(sorted(steps.items()), len(steps)):
-            dist.barrier()  # else one rank's wait for the other counts
+            dist.barrier()  # otherwise one rank's wait for another counts
             before = time.perf_counter()
             step(x, dy)
             if device.type == "cuda":
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each shape")
-    parser.add_argument("--markdown", type=Path, help="write the table there too")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""Training steps per second of the paper's nets, beside the same nets written plainly.
+"""Measure training steps per second of the paper's nets, against the same nets written plainly.
 
     python benchmarks/train.py [--threads 2] [--seconds 6] [--device cpu] [--markdown FILE]
 
-Plainly is: BLN as a chain of operators, an LSTM as a loop over time that autograd differentiates, an embedding whose
-whole gradient is filled anew, no CUDA graph. Inputs are random, a whole epoch of them, and the two take turns. An epoch
-is 9,000 images for the LeNet and 4,000 reviews for the LSTM. On a GPU five seeds also train together.
+Written plainly, BLN is a chain of operators, the LSTM a loop over time that autograd differentiates, the embedding has
+a dense gradient, and there is no CUDA graph. Inputs are a random epoch: 9,000 images for the LeNet and 4,000 reviews
+for the LSTM. The two take turns. On a GPU five seeds also train together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEEDS = 5
 
 
 class PlainBLN(nn.Module):
-    """The formula and the averages, operator by operator."""
+    """The formula and the population's averages as plain operators."""
 
     def __init__(self, features: int, channel_dim: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class PlainBLN(nn.Module):
 
 
 class PlainLSTM(LSTM):
-    """A loop over time."""
+    """The LSTM as a loop over time."""
 
     def forward(self, x: Tensor) -> Tensor:
         n, steps, _ = x.shape
@@ -78,7 +78,7 @@ def plainly(task: str) -> nn.Module:
 
 
 def stepper(task: str, model: nn.Module, size: int, device: torch.device) -> Callable[[], None]:
-    """What does one step; ours, on a GPU, in a lane of its own and captured."""
+    """Return a function that runs one step; ours, on a GPU, captured as a CUDA graph in a lane of its own."""
     plain = any(isinstance(module, PlainBLN) for module in model.modules())
     captured = device.type == "cuda" and not plain
     one = lane(device) if captured else nullcontext
@@ -124,7 +124,7 @@ def together(turns: list[Callable[[], None]]) -> Callable[[], None]:
 
 
 def seconds(turns: list[Callable[[], None]], budget: float, device: torch.device) -> list[float]:
-    """Median seconds of a step of each; they take turns, on a GPU for longer, since steps queue there."""
+    """Return the median seconds of a step of each; on a GPU turns are longer, since steps queue there."""
     found: list[list[float]] = [[] for _ in turns]
     for turn in turns:
         for _ in range(6):

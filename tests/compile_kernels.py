@@ -1,7 +1,6 @@
-"""Compile every kernel for a Hopper GPU, with no GPU: python compile_kernels.py, without Triton's interpreter.
+"""Compile every kernel for a Hopper GPU, without a GPU: python compile_kernels.py, without Triton's interpreter.
 
-The interpreter runs Python and does not know Triton's types; this does, up to the machine code. Prints the registers
-and spilled bytes of each.
+The interpreter ignores Triton's types; this compiles to machine code, and prints each kernel's registers and spills.
 """
 
 import re
@@ -19,16 +18,17 @@ from bln._backends.triton.launch import Launch, Shape
 from bln._backends.triton.primitives import POPULATION
 from bln._spec import Spec
 
-FLOATS = ["mix_eps", "scale", "eps", "inverse", "momentum", "w_B", "w_F", "E_B", "Std_B", "E_F", "Std_F"]
+FLOATS = ["mix_eps", "scale", "eps", "inv_entries", "momentum", "w_B", "w_F", "E_B", "Std_B", "E_F", "Std_F"]
 INPUTS, COUNTERS = ["x", "y", "dy", "dx", "residual", "d_residual"], ["updates", "samples"]
 POINTERS = [
-    *POPULATION[:-2], "gamma", "beta", "statistics", "partial", "gradients", "rows", "counts", "mask", "shares", "mean",
-    "var", "features", "flags", "weights", "own", "sums", "dots",
+    *POPULATION[:-2], "gamma", "beta", "mask", "statistics", "partial", "counts", "sums", "dots", "dx_terms",
+    "gradients", "mean", "var", "row_stats", "row_sums", "feature_stats", "nonfinite", "weights", "current_inverse_m",
+    "column_terms",
 ]  # fmt: skip
 
 
 def build(kernel, name, dtype, warps, constants, number="fp32"):
-    """To machine code; ``constants`` are what a launch would make constant."""
+    """Compile to machine code and return the PTX; ``constants`` are the arguments a launch would make constant."""
     names = [parameter.name for parameter in kernel.params]
     types = {}
     for each in names:
@@ -66,9 +66,9 @@ def resources(code: bytes) -> str:
 
 
 def plans(dtype, itemsize):
-    """Build all launches of the grouped layer, in both layouts, with and without what may be there.
+    """Compile all launches of the grouped form, in both layouts, with and without optional tensors (``full``).
 
-    ``ones`` are launches as torch's compiler makes them: sizes of 1 are constants, numbers float64.
+    ``ones`` are launches as torch's compiler makes them: sizes of 1 are constants, and numbers float64.
     """
     for shape, groups, masked, activation, full, ones in (
         (Shape(32, 64, 3136, True), 8, False, "relu", True, False),
@@ -84,13 +84,13 @@ def plans(dtype, itemsize):
         absent += [] if full else ["residual", "d_residual", "gamma", "beta"]
         for name, launch in vars(planned).items():
             if not isinstance(launch, Launch) or (itemsize == 2 and name.startswith("join")):
-                continue  # what joins does not know the input's type
-            constants = launch.constants | dict.fromkeys(absent)
+                continue  # kernels that join do not depend on the input's type
+            constants = launch.constexprs | dict.fromkeys(absent)
             constants |= dict.fromkeys(["d_residual"] if name == "apply_backward" else [])
             constants |= dict.fromkeys([*POPULATION, "inverse_m"] if name == "join" else [])
             names = [parameter.name for parameter in launch.kernel.params]
             if ones:
-                numbers = zip(names[-len(launch.rest) :], launch.numbers, strict=False)
+                numbers = zip(names[-len(launch.fixed) :], launch.scalars, strict=False)
                 constants |= {key: 1 for key, value in numbers if value == 1 and isinstance(value, int)}
             constants = {key: value for key, value in constants.items() if key in names}
             warps = launch.options["num_warps"]
@@ -100,7 +100,7 @@ def plans(dtype, itemsize):
 
 
 def published_form(dtype, itemsize):
-    """Build all launches of the published form."""
+    """Compile all launches of the published form."""
     for n, p, c, channels_first, masked, pooled in (
         (32, 12544, 64, False, False, False), (256, 3136, 64, False, False, False),
         (2, 67200, 256, False, False, False),
@@ -110,24 +110,24 @@ def published_form(dtype, itemsize):
         (64, 784, 256, True, False, False), (8, 1, 16384, False, False, True), (9, 7, 5, False, True, False),
     ):  # fmt: skip
         view = Shape(n, c, p, channels_first, pooled)
-        values = triton.next_power_of_2(c) * published.least_width(view, itemsize)
-        if channels_first and values > published.WIDEST_FIRST:
+        values = triton.next_power_of_2(c) * published.min_positions(view, itemsize)
+        if channels_first and values > published.MAX_CHANNELS_FIRST:
             continue
         planned = published.Plan(view, itemsize, Spec.of(), masked)
         for name, launch in vars(planned).items():
             if not isinstance(launch, Launch) or (
-                itemsize == 2 and name in ("join", "join_backward", "weigh", "update")
+                itemsize == 2 and name in ("join", "join_backward", "inference_weights", "update")
             ):
-                continue  # what joins does not know the input's type
+                continue  # kernels that join do not depend on the input's type
             absent = [] if masked else ["mask"]
             absent += ["feature_mean", "feature_var"] if name == "normalize" else []
             names = [parameter.name for parameter in launch.kernel.params]
-            constants = launch.constants | {each: None for each in absent if each in names}
+            constants = launch.constexprs | {each: None for each in absent if each in names}
             about = f"{n}, {p}, {c}{' channels first' * channels_first}{' masked' * masked}{' pooled' * pooled}"
             ptx = build(
                 launch.kernel, f"{launch.kernel.__name__} {about}", dtype, launch.options["num_warps"], constants
             )
-            wide = launch.constants.get("VEC", 1) * itemsize == 16 and not masked
+            wide = launch.constexprs.get("VEC", 1) * itemsize == 16 and not masked
             assert not (wide and itemsize == 2 and "ld.global.b16" in ptx), f"{about}: loads of single values"
 
 

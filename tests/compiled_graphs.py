@@ -1,10 +1,10 @@
-"""Print what torch's compiler makes of a training step with the grouped layer on a GPU; no GPU is needed.
+"""Print the compiled graphs of a training step with the grouped layer on a GPU, without a GPU.
 
-    python compiled_graphs.py [bfloat16|float32] [dynamic]
+    python compiled_graphs.py [bfloat16|float32] [fixed|dynamic]
 
-Run without Triton's interpreter. A CPU tensor passes for one on a GPU, Triton is told of a Hopper GPU, and nothing is
-run: forward and backward end with the compiler's graphs, as it hands them to Inductor. Each is a line of JSON: its
-name, the kernels that it launches itself, and operators that it could not look into.
+Run without Triton's interpreter. A CPU tensor poses as one on a GPU, Triton is told of a Hopper GPU, and nothing runs:
+the graphs are captured where the compiler hands them to Inductor. Each is a line of JSON: its name, the kernels that it
+launches itself, and this project's operators that stayed opaque.
 """
 
 import json
@@ -24,7 +24,7 @@ from bln import _backends
 
 
 class Driver:
-    """All that tracing asks of a GPU's driver."""
+    """The part of a GPU's driver that tracing needs."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -37,7 +37,7 @@ class Driver:
 
 
 class Block(nn.Module):
-    """A convolution, a norm and a ReLU after the shortcut, as in a residual net."""
+    """A convolution, a norm, a shortcut and a ReLU, as in a residual net."""
 
     def __init__(self):
         super().__init__()

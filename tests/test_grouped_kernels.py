@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow
 
 
 def on_device(tensor):
-    """There, with the same strides, gaps too."""
+    """Return a copy on the device with the same strides, gaps included."""
     if tensor is None or not GPU or 0 in tensor.stride():
         return None if tensor is None else tensor.to(DEVICE)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE).copy_(tensor)
@@ -55,14 +55,14 @@ def spec_of(case: Case) -> Spec:
 
 
 def arguments(case: Case) -> list:
-    """What the functions of ``grouped`` take first."""
+    """Return the first arguments of ``train`` and ``infer``."""
     tensors = [on_device(t) for t in (case.x, case.weight, case.bias, case.mask)]
     return [*tensors, case.channel_dim % case.x.dim(), spec_of(case)]
 
 
 @contextmanager
 def poisoned():
-    """Fresh memory holds NaN."""
+    """Fill fresh memory with NaN, so that a value nobody wrote shows."""
     with pytest.MonkeyPatch.context() as patch:
         empty, empty_like = torch.empty, torch.empty_like
         patch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
@@ -71,26 +71,26 @@ def poisoned():
 
 
 @contextmanager
-def small_tiles(features=4, positions=8, tiles=2, rows=4, across=4, pairs=2, width=2):
-    """Small inputs have several blocks of features, tiles in a range, ranges, and steps of all that joins them."""
-    lengths = itertools.cycle([tiles, 1, tiles + 1])  # not the same for all launches
+def small_tiles(features=4, positions=8, tiles=2, rows=4, join_features=4, pairs=2, group_features=2):
+    """Give small inputs several blocks of features, tiles in a chunk, chunks, and steps of the kernels that join."""
+    lengths = itertools.cycle([tiles, 1, tiles + 1])  # launches differ in their chunks
 
-    def tile(*_):
+    def tile_sizes(*_):
         return features, positions, positions * next(lengths)
 
-    def joining_tile(n, c, groups):
-        constants = {"BR": rows, "BA": across, "BQ": pairs, "BK": width}
-        return constants, -(-c // across) + -(-n * groups // pairs)
+    def join_tile(n, c, groups):
+        constexprs = {"BR": rows, "BC": join_features, "BG": pairs, "BK": group_features}
+        return constexprs, -(-c // join_features) + -(-n * groups // pairs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "tile", tile)
-        patch.setattr(grouped, "joining_tile", joining_tile)
-        patch.setattr(functions, "_plans", {})  # plans are made anew
+        patch.setattr(grouped, "tile_sizes", tile_sizes)
+        patch.setattr(grouped, "join_tile", join_tile)
+        patch.setattr(functions, "_plans", {})
         yield
 
 
-# What is seldom has tiles of its own, since the interpreter takes its time for each program, and a GPU's compiler too.
-ODD = {"features": 2, "positions": 32, "tiles": 1, "rows": 1, "across": 2, "pairs": 8, "width": 1}
+# Few tilings, since each program is slow in the interpreter, and each tiling slow to compile on a GPU.
+ODD = {"features": 2, "positions": 32, "tiles": 1, "rows": 1, "join_features": 2, "pairs": 8, "group_features": 1}
 tilings = st.sampled_from([None, None, {"positions": 32, "rows": 2}, ODD])
 grouped_cases = cases(dtypes=DTYPES, grouped=True)
 
@@ -115,7 +115,7 @@ def random_mask(shape, channel_dim, share=0.7):
 
 
 def compare(case: Case, train=kernels.train) -> None:
-    """Forward, statistics and gradients; outputs are written everywhere, since NaN is what was there before."""
+    """Compare forward, statistics and gradients with the oracle, and check that every output is written."""
     x, gamma, beta, *rest = arguments(case)
     x = x.detach().requires_grad_()
     parameters = [p.requires_grad_() for p in (gamma, beta) if p is not None]
@@ -165,20 +165,20 @@ def test_ragged_shapes_layouts_types_and_masks(case, tiling):
 
 @pytest.mark.parametrize("shape", [(1, 1, 4), (2, 1, 4), (1, 2, 4), (1, 3, 4), (1, 1)], ids=str)
 def test_one_feature_or_sample(shape):
-    """Buffers so short that three more numbers at their end are as many as a feature has."""
+    """The shortest buffers, whose padding is as long as a section."""
     compare(case_of(shape, groups=1))
 
 
 SHAPES = [
     ((3, 6, 5, 7), 1, 3),
     ((3, 5, 7, 6), -1, 2),
-    ((2, 70, 9), 1, 7),  # ten features in a group, 70 in all: neither a power of two
+    ((2, 70, 9), 1, 7),  # neither the features nor those of a group are a power of two
     ((2, 9, 70), -1, 5),
     ((2, 522, 4), 1, 2),  # 261 features in a group: more than one step
     ((2, 4, 522), -1, 1),
     ((1, 2, 3000), 1, 1),  # several tiles
     ((1, 3000, 2), -1, 2),
-    ((1, 1, 70000), 1, 1),  # several ranges of positions
+    ((1, 1, 70000), 1, 1),  # several chunks
     ((1, 33000, 2), -1, 1),
 ]
 if GPU:
@@ -204,10 +204,10 @@ def test_shapes_that_take_several_programs_and_steps(shape, channel_dim, groups,
     [((3, 12, 61), 1, 4), ((2, 40, 14), -1, 2), ((7, 2, 17), 1, 1)],
     ids=str,
 )
-def test_ranges_of_positions_are_joined(shape, channel_dim, groups, masked):
+def test_chunks_of_positions_are_joined(shape, channel_dim, groups, masked):
     mask = random_mask(shape, channel_dim, 0.5) if masked else None
     if masked:
-        mask[0].reshape(-1)[:32] = False  # a whole range has nothing real
+        mask[0].reshape(-1)[:32] = False  # a whole chunk is hidden
     with small_tiles():
         compare(case_of(shape, channel_dim, groups, mask=mask))
 
@@ -220,7 +220,7 @@ def test_mean_2000_deviation_1(channel_dim):
 
 
 def test_inputs_of_order_1e15():
-    """A root to the third power would underflow."""
+    """The third power of 1 / deviation would underflow."""
     case = case_of((4, 6, 30), mean=0.0)
     case.x *= 1e15
     compare(case)
@@ -237,7 +237,7 @@ def test_gradients_are_the_same_bits_each_time():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_what_stands_at_hidden_entries_does_not_matter():
+def test_hidden_entries_do_not_matter():
     case = case_of((4, 6, 20), mask=random_mask((4, 6, 20), 1))
     hidden, found = ~case.mask[:, None].expand(case.x.shape), []
     for value in (0.0, torch.nan, torch.inf, 3e38):
@@ -254,7 +254,7 @@ def test_what_stands_at_hidden_entries_does_not_matter():
 
 
 @pytest.mark.parametrize("channel_dim", [1, -1])
-def test_an_output_lies_as_its_input(channel_dim):
+def test_an_output_has_the_strides_of_its_input(channel_dim):
     for x in (
         torch.randn(4, 6, 5, 3), torch.randn(4, 6, 5, 3).to(memory_format=torch.channels_last),
         torch.randn(4, 6, 5, 3).movedim(2, -1),
@@ -279,7 +279,7 @@ def same_population(mine, theirs):
 
 
 def both_update(mine, theirs, x, mask, channel_dim, spec, momentum):
-    """One mini-batch enters by the kernel, and by operators with the kernel's statistics."""
+    """Update one population by the kernel, and the other by operators from the kernel's statistics."""
     with poisoned():
         y, statistics = kernels.train(x, None, None, mask, channel_dim, spec)
         also = kernels.train(x, None, None, mask, channel_dim, spec, (mine, momentum))[0]
@@ -290,7 +290,7 @@ def both_update(mine, theirs, x, mask, channel_dim, spec, momentum):
 @settings(max_examples=EXAMPLES)
 @given(case=grouped_cases, momentum=st.sampled_from([None, 0.1, 0.0, 1.0]), tiling=tilings, data=st.data())
 def test_the_population_is_updated_as_operators_do(case, momentum, tiling, data):
-    """Over three mini-batches of different sizes, one of them with an infinity or NaN in it."""
+    """Three mini-batches of different sizes, one of which may hold an infinity or NaN."""
     theirs = Population(case.rows.shape[-1], (), groups=case.groups).to(DEVICE)
     mine = copy.deepcopy(theirs)
     x, _, _, mask, channel_dim, spec = arguments(case)
@@ -311,7 +311,7 @@ def test_the_population_is_updated_as_operators_do(case, momentum, tiling, data)
     ("channel_dim", "momentum", "tiling"), [(1, None, {}), (-1, 0.1, {}), (1, 0.0, None), (-1, 1.0, None)]
 )
 def test_a_population_after_many_mini_batches(channel_dim, momentum, tiling):
-    """More features, groups and samples than a step has, as the oracle counts."""
+    """Compared with the oracle, with more features, groups and samples than one step takes."""
     shape = (6, 12, 5) if channel_dim == 1 else (6, 5, 12)
     mine, truth = Population(12, (), groups=6).to(DEVICE), oracle.Population((), 12, 6)
     with tiled(tiling):
@@ -330,7 +330,7 @@ def test_a_population_after_many_mini_batches(channel_dim, momentum, tiling):
 
 @pytest.mark.parametrize(("momentum", "tiling"), [(None, None), (0.1, {})])
 def test_a_mini_batch_that_is_not_finite_changes_nothing(momentum, tiling):
-    """A NaN, an infinity, or one variance more than float32 holds, of the last feature or of one sample's group."""
+    """A NaN, an infinity, or one variance that overflows: of the last feature, or of one sample's group."""
     mine, x = Population(12, (), groups=3).to(DEVICE), torch.randn(6, 12, 5, device=DEVICE)
     spec = Spec.of(groups=3)
     with tiled(tiling):
@@ -340,9 +340,9 @@ def test_a_mini_batch_that_is_not_finite_changes_nothing(momentum, tiling):
             spoiled = x.clone()
             spoiled[3, 7, 2] = value
             kernels.train(spoiled, None, None, None, 1, spec, (mine, momentum))
-        one_feature = torch.zeros_like(x)  # whose squares are more than float32 holds, in the last feature alone
+        one_feature = torch.zeros_like(x)  # squares overflow in the last feature alone
         one_feature[::2, 11], one_feature[1::2, 11] = 1.5e19, -1.5e19
-        one_group = torch.zeros_like(x)  # features far apart, none of which varies
+        one_group = torch.zeros_like(x)  # no feature varies, but they are far apart
         one_group[:, 8:10], one_group[:, 10:] = 1.5e19, -1.5e19
         for spoiled in (one_feature, one_group):
             kernels.train(spoiled, None, None, None, 1, spec, (mine, momentum))
@@ -379,7 +379,7 @@ def test_a_mask_that_hides_everything_gives_zeros_and_no_update():
 
 
 def known_population(case: Case, known: bool):
-    """A population that has learned of another mini-batch, or of none, and the oracle's."""
+    """Return a population updated by another mini-batch, or by none, and the oracle's."""
     d = case.rows.shape[-1]
     population, truth = Population(d, (), groups=case.groups), oracle.Population((), d, case.groups)
     if known:
@@ -418,7 +418,7 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known, ti
     [((20, 24, 5, 5), 1), ((20, 6, 10), -1), *([((200, 64, 14, 14), 1), ((200, 14, 14, 64), -1)] if GPU else [])],
     ids=str,
 )
-def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim, masked):
+def test_a_sample_has_the_same_bits_in_any_mini_batch(config, shape, channel_dim, masked):
     case = case_of(shape, channel_dim, mask=random_mask(shape, channel_dim) if masked else None)
     x, gamma, beta, mask, *rest = arguments(case)
     population, _ = known_population(case, True)
@@ -468,7 +468,7 @@ def test_gradients_through_inference_notice_a_changed_population():
 
 
 def reference(x, gamma, beta, residual, mask, spec, activation, **inference):
-    """The layer in operators, with features in dimension 1, in the type of its tensors."""
+    """Return the layer's output by operators in the type of the tensors; features are in dimension 1."""
     y = bln.functional.batch_layer_norm(x, gamma, beta, mask=mask, **spec._asdict(), **inference)
     y = y if residual is None else y + residual
     y = y if activation is None else getattr(nn.functional, activation)(y)
@@ -476,7 +476,7 @@ def reference(x, gamma, beta, residual, mask, spec, activation, **inference):
 
 
 def same_gradients(mine, theirs, names, dtype=torch.float32):
-    """Sums of terms that may be as large as the largest and cancel: as for the published form, 250 roundings."""
+    """Compare to within 250 roundings of the largest value: terms of that size may cancel."""
     for name, a, b in zip(names, mine, theirs, strict=True):
         size = max(float(b.detach().abs().max()), 1e-6)
         assert torch.isfinite(a).all(), name
@@ -487,7 +487,7 @@ def same_gradients(mine, theirs, names, dtype=torch.float32):
 
 
 def away_from_kinks(make):
-    """Inputs for which no sum lies so near 0 that rounding decides on which side of a kink it is."""
+    """Draw inputs until none lies so near a kink that rounding decides its side."""
     while True:
         given = make()
         before = reference(
@@ -534,7 +534,7 @@ def test_nonlinearities_and_residuals(activation, with_residual, masked, dtype, 
 
 @pytest.mark.parametrize("gradient_of_residual_first", [False, True])
 def test_a_gradient_of_the_residual_may_be_wanted_or_not(gradient_of_residual_first):
-    """The same plan is for both."""
+    """Both calls share a plan."""
     (x, gamma, beta, residual, _), spec = activated_case((4, 6, 7), torch.float32, False, True)
     for wanted in (gradient_of_residual_first, not gradient_of_residual_first):
         r = residual.detach().requires_grad_(wanted)
@@ -547,7 +547,7 @@ def test_a_gradient_of_the_residual_may_be_wanted_or_not(gradient_of_residual_fi
 @pytest.mark.parametrize("residual_kind", ["none", "same", "strided", "double", "expanded"])
 def test_second_derivatives(activation, residual_kind):
     (x, gamma, beta, residual, _), spec = activated_case((4, 6, 7), torch.float32, False, residual_kind != "none")
-    residual = lay(residual, residual_kind)
+    residual = with_layout(residual, residual_kind)
     found = []
     for engine in ("kernels", "double"):
         double = engine == "double"
@@ -567,17 +567,17 @@ def test_second_derivatives(activation, residual_kind):
     )
 
 
-def test_relu_holds_no_residual_for_backward():
+def test_relu_saves_no_residual_for_backward():
     (x, gamma, beta, residual, _), spec = activated_case((4, 6, 7), torch.float32, False, True)
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
         y = kernels.train(x.requires_grad_(), gamma, beta, None, 1, spec, None, residual, "relu")[0]
-    assert y.data_ptr() in held
-    assert residual.data_ptr() not in held
+    assert y.data_ptr() in saved
+    assert residual.data_ptr() not in saved
 
 
-def lay(residual, kind):
-    """A residual of the same shape that is not as the input is."""
+def with_layout(residual, kind):
+    """Return a residual of the same shape whose layout or type differs from the input's."""
     if kind == "strided":
         return torch.stack([residual, residual], -1)[..., 0]
     if kind == "double":
@@ -589,9 +589,9 @@ def lay(residual, kind):
 
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("kind", ["strided", "double", "expanded", "one sample"])
-def test_a_residual_that_is_not_as_the_input_is(kind, activation):
+def test_a_residual_in_another_layout_or_type(kind, activation):
     (x, gamma, beta, residual, _), spec = activated_case((4, 6, 7), torch.float32, False, True)
-    given = residual[:1].contiguous() if kind == "one sample" else lay(residual, kind)
+    given = residual[:1].contiguous() if kind == "one sample" else with_layout(residual, kind)
     found = []
     for other in (given, given.expand(x.shape).to(x.dtype).contiguous()):
         other = other.detach().requires_grad_()
@@ -607,23 +607,23 @@ def test_a_residual_that_is_not_as_the_input_is(kind, activation):
 
 
 def launches(planned):
-    """Every launch of a plan, by name."""
+    """Yield every launch of a plan, with its name."""
     for name, value in vars(planned).items():
-        each = value if isinstance(value, list) else [value]
-        yield from ((f"{name} {at}", launch) for at, launch in enumerate(each) if isinstance(launch, launching.Launch))
+        if isinstance(value, launching.Launch):
+            yield name, value
 
 
 def parameters_of(kernel):
-    """Names of a kernel's parameters that are arguments, and of those that are constants."""
+    """Return the names of a kernel's arguments, and of its constexprs."""
     parameters = inspect.signature(kernel.fn).parameters.values()
-    constant = [parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation)]
-    return [parameter.name for parameter in parameters if parameter.name not in constant], constant
+    constexprs = [parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation)]
+    return [parameter.name for parameter in parameters if parameter.name not in constexprs], constexprs
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[:2])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("channels_first", [True, False])
-def test_a_compiled_kernel_gets_arguments_and_constants_in_its_order(channels_first, masked, activation, monkeypatch):
+def test_a_compiled_kernel_gets_arguments_and_constexprs_in_its_order(channels_first, masked, activation, monkeypatch):
     monkeypatch.setattr(launching, "INTERPRETED", False)
     spec = Spec(2, False, 0.5, 0.25, True)
     planned = grouped.Plan(launching.Shape(3, 6, 40, channels_first), 4, spec, masked, activation)
@@ -632,10 +632,10 @@ def test_a_compiled_kernel_gets_arguments_and_constants_in_its_order(channels_fi
     found = dict(launches(planned))
     assert len({id(launch.kernel) for launch in found.values()}) == 7
     for name, launch in found.items():
-        names, constants = parameters_of(launch.kernel)
-        assert list(launch.constants) == constants, name
-        assert names + constants == list(inspect.signature(launch.kernel.fn).parameters), name
-        pointers, calls = names[: len(names) - len(launch.numbers)], []
+        names, constexprs = parameters_of(launch.kernel)
+        assert list(launch.constexprs) == constexprs, name
+        assert names + constexprs == list(inspect.signature(launch.kernel.fn).parameters), name
+        pointers, calls = names[: len(names) - len(launch.scalars)], []
         compiled = SimpleNamespace(run=lambda *given: calls.append(given), function="function", packed_metadata="data")  # noqa: B023
         launch.kernel = {(launch.programs,): lambda *given, **options: compiled}  # noqa: B023
         tensor = torch.zeros(4)
@@ -643,14 +643,14 @@ def test_a_compiled_kernel_gets_arguments_and_constants_in_its_order(channels_fi
             launch(77, tensor, *pointers[1:])
         ((*grid, stream, function, metadata, _, _, _), rest) = calls[0][:9], calls[0][9:]
         assert (grid, stream, function, metadata) == ([launch.programs, 1, 1], 77, "function", "data")
-        given = dict(zip(names + constants, rest, strict=True))
+        given = dict(zip(names + constexprs, rest, strict=True))
         assert given[pointers[0]] == tensor.data_ptr()
         assert all(given[each] == each for each in pointers[1:]), name
         assert given | {each: value for each, value in known.items() if each in given} == given, name
 
 
 class Launcher:
-    """Triton's, as far as a launch sees it: ``launch`` is C, what is around it differs from version to version."""
+    """Triton's launcher as a launch sees it: ``launch`` is a C function; the call around it differs by version."""
 
     def __init__(self, style, scratch=0):
         self.style, self.global_scratch_size, self.profile_scratch_size, self.calls = style, scratch, 0, []
@@ -669,24 +669,24 @@ class Launcher:
 @pytest.mark.parametrize("style", ["flat", "tuple", "unknown"])
 @pytest.mark.parametrize("scratch", [0, 128])
 def test_a_kernel_is_launched_as_tritons_launcher_would(style, scratch):
-    run, head, rest = Launcher(style, scratch), ("function", "data", None, None, None), (3, 0.5, True)
-    go = launching.straight(run, 7, head, 2, rest)
-    assert not run.calls  # trying it out launches nothing
-    run(7, 1, 1, 55, *head, 4096, None, *rest)
-    go(55, 4096, None)
+    run, head, fixed = Launcher(style, scratch), ("function", "data", None, None, None), (3, 0.5, True)
+    direct = launching.direct_launch(run, 7, head, 2, fixed)
+    assert not run.calls  # the probe launches nothing
+    run(7, 1, 1, 55, *head, 4096, None, *fixed)
+    direct(55, 4096, None)
     assert run.calls[0] == run.calls[1]
-    assert (go.__name__ == "through") == bool(scratch or style == "unknown")
+    assert (direct.__name__ == "through") == bool(scratch or style == "unknown")
 
 
 def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
-    """One compiled kernel is for all calls of a plan: types, what is ``None``, and alignment must be the same."""
+    """All calls of a plan share one compiled kernel: types, what is ``None``, and alignment must be the same."""
     kinds, call = {}, launching.Launch.__call__
 
     def kind(name, value):
-        if isinstance(value, torch.Tensor):  # the kernels do not look at the alignment of small ones
+        if isinstance(value, torch.Tensor):  # kernels are not specialized on the alignment of small ones
             anywhere = name in ("gamma", "beta", *Population(1, ())._buffers)
             return value.dtype, anywhere or value.data_ptr() % 16 == 0
-        return type(value), value is None or type(value) is float  # of an integer, Triton compiles for some values
+        return type(value), value is None or type(value) is float  # Triton specializes on some integers
 
     def watched(self, stream, *pointers):
         names, _ = parameters_of(self.kernel)
@@ -699,7 +699,7 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
     monkeypatch.setattr(functions, "_plans", {})
 
     def unaligned(tensor):
-        """A copy that begins 1, 2 or 4 bytes behind a boundary."""
+        """Return a copy that begins one value after an aligned address."""
         return torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape)
 
     shape = (3, 4, 5)
@@ -722,8 +722,8 @@ def test_all_calls_of_a_launch_agree_in_what_triton_compiles_for(monkeypatch):
 
 
 @pytest.fixture
-def ordinary(monkeypatch):
-    """The layer has not met the kernels yet, and finds a device where there is none."""
+def fresh_plans(monkeypatch):
+    """Start without plans; without a GPU, the current device is that of a CPU tensor."""
     monkeypatch.setattr(_backends, "quick", kernels.train_layer)
     monkeypatch.setattr(functions, "_plans", {})
     if not GPU:
@@ -731,14 +731,14 @@ def ordinary(monkeypatch):
 
 
 @pytest.fixture
-def chosen(monkeypatch, ordinary):
-    """The layer takes the kernels, as it does on a GPU."""
+def use_kernels(monkeypatch, fresh_plans):
+    """Have the layer choose the kernels, as on a GPU."""
     monkeypatch.setattr(_backends, "_on_gpu", lambda x: True)
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The names of kernels that are launched."""
+    """Collect the names of the kernels launched."""
     names, call = [], launching.Launch.__call__
 
     def watched(self, *arguments):
@@ -778,7 +778,7 @@ if GPU:
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize(("shape", "channel_dim", "options"), LAYERS, ids=str)
 def test_the_layer_with_kernels_is_the_layer_without(
-    shape, channel_dim, options, masked, launched, ordinary, monkeypatch
+    shape, channel_dim, options, masked, launched, fresh_plans, monkeypatch
 ):
     mine = layer_of(shape[channel_dim], channel_dim, **options)
     theirs = copy.deepcopy(mine)
@@ -793,7 +793,7 @@ def test_the_layer_with_kernels_is_the_layer_without(
             assert launched == (FORWARD + BACKWARD if yes else [])
             results.append((*trained, *step(layer.eval(), x, *rest)))
         for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # both in float32, in another order
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # both in float32, summed in another order
     for (name, a), b in zip(mine.named_buffers(), theirs.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
     theirs.load_state_dict(mine.state_dict())
@@ -805,8 +805,8 @@ def test_the_layer_with_kernels_is_the_layer_without(
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_activated_layer(activation, with_residual, masked, last, chosen, launched, monkeypatch):
-    """In the same three launches, the second time past all checks; hidden entries of the residual do not matter."""
+def test_an_activated_layer(activation, with_residual, masked, last, use_kernels, launched, monkeypatch):
+    """Three launches, the second time on the fast path; hidden entries of the residual do not matter."""
     (x, gamma, beta, residual, mask), spec = activated_case((4, 6, 3, 5), torch.float32, masked, with_residual)
     layer = bln.BatchLayerNorm(6, groups=2, activation=activation).to(DEVICE)
     layer.load_state_dict({"weight": gamma, "bias": beta}, strict=False)
@@ -829,7 +829,7 @@ def test_an_activated_layer(activation, with_residual, masked, last, chosen, lau
         same_gradients([y, *found], truth, ["y", "dx", "dgamma", "dbeta", "dresidual"][: len(truth)])
         assert hidden is None or not any(t[hidden].any() for t in (y, found[0], *found[3:]))
         if time == 1 and mask is None:
-            monkeypatch.setattr(kernels, "train", None)  # it is not asked again
+            monkeypatch.setattr(kernels, "train", None)  # the fast path does not call it
 
     launched.clear()
     layer.eval()
@@ -843,9 +843,9 @@ def test_an_activated_layer(activation, with_residual, masked, last, chosen, lau
 
 
 @pytest.mark.parametrize("kind", ["strided", "double", "expanded"])
-def test_an_activated_layer_takes_residuals_that_lie_otherwise(kind, chosen, launched):
+def test_an_activated_layer_takes_residuals_of_any_layout(kind, use_kernels, launched):
     layer, x = layer_of(6, activation="silu"), torch.randn(4, 6, 7, device=DEVICE)
-    given, found = lay(torch.randn(4, 6, 7, device=DEVICE), kind), []
+    given, found = with_layout(torch.randn(4, 6, 7, device=DEVICE), kind), []
     for other in (given.to(x.dtype).contiguous(), given, given):
         launched.clear()
         other = other.detach().requires_grad_()
@@ -857,7 +857,7 @@ def test_an_activated_layer_takes_residuals_that_lie_otherwise(kind, chosen, lau
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_an_activated_layer_refuses_a_residual_after_others_that_fit(chosen):
+def test_an_activated_layer_refuses_a_residual_after_others_that_fit(use_kernels):
     layer, x = layer_of(6), torch.randn(4, 6, 7, device=DEVICE)
     for _ in range(2):
         layer(x, residual=x)
@@ -867,8 +867,8 @@ def test_an_activated_layer_refuses_a_residual_after_others_that_fit(chosen):
     assert layer.population.updates.eq(2).all()
 
 
-def test_another_activation_is_another_launch(chosen):
-    """Of the same layer: nothing that was prepared for one is used for the next."""
+def test_another_activation_has_another_plan(use_kernels):
+    """When a layer's activation changes, it does not use the plan of the old one."""
     layer, x = layer_of(6), torch.randn(4, 6, 7, device=DEVICE)
     layer(x)
     plain = layer(x)
@@ -879,7 +879,7 @@ def test_another_activation_is_another_launch(chosen):
 
 
 @pytest.mark.parametrize("transform", ["vmap", "few positions", "forward mode", "compiled"])
-def test_where_kernels_cannot_run_operators_add_and_activate(transform, chosen, launched):
+def test_where_kernels_cannot_run_operators_add_and_activate(transform, use_kernels, launched):
     layer, residual = layer_of(6, activation="gelu"), torch.randn(3, 4, 6, 7, device=DEVICE)
     x = torch.randn(4, 6, 7, device=DEVICE)
     layer(x, residual=residual[0])
@@ -911,10 +911,10 @@ def test_where_kernels_cannot_run_operators_add_and_activate(transform, chosen, 
         found = [compiled(x, residual=r) for r in residual]
     assert not launched
     for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # both in float32, in another order
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # both in float32, summed in another order
 
 
-@pytest.mark.skipif(GPU, reason="a CPU tensor passes for one on a GPU")
+@pytest.mark.skipif(GPU, reason="it poses a CPU tensor as one on a GPU")
 @pytest.mark.parametrize("size", ["fixed", "dynamic"])
 def test_a_compiler_launches_the_kernels_itself(size):
     sources = Path(bln.__file__).parents[1]
@@ -929,7 +929,7 @@ def test_a_compiler_launches_the_kernels_itself(size):
     ], done.stderr
 
 
-def test_few_positions_are_left_to_operators(chosen, launched):
+def test_few_positions_are_left_to_operators(use_kernels, launched):
     layer = layer_of(4)
     for shape in ((6, 4), (6, 4, 3)):
         layer(torch.randn(shape, device=DEVICE))
@@ -938,14 +938,14 @@ def test_few_positions_are_left_to_operators(chosen, launched):
     assert launched == FORWARD
 
 
-def test_a_function_transform_falls_back_to_operators(chosen, launched):
+def test_a_function_transform_falls_back_to_operators(use_kernels, launched):
     layer, x = layer_of(4), torch.randn(6, 4, 5, device=DEVICE)
     expected = torch.autograd.grad(layer(x.requires_grad_()).pow(2).sum(), x)[0]
     launched.clear()
     found = torch.func.grad(
         lambda x: bln.functional.batch_layer_norm(x, layer.weight, layer.bias, groups=2).pow(2).sum()
     )(x.detach())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # both in float32, in another order
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # both in float32, summed in another order
     layer.eval()
     each = torch.func.vmap(lambda x: layer(x[None])[0])(x.detach())
     assert not launched
@@ -966,8 +966,8 @@ def in_double(layer):
 
 
 @pytest.mark.parametrize("change", [parametrized, with_gaps, in_double])
-def test_another_layer_that_kernels_do_not_know_is_left_to_operators(change, chosen, launched, monkeypatch):
-    """Also where a layer with inputs of the same shape has taken the kernels before."""
+def test_a_layer_that_kernels_cannot_take_is_left_to_operators(change, use_kernels, launched, monkeypatch):
+    """Even after a layer with inputs of the same shape used the kernels."""
     layer, x = layer_of(4), torch.randn(6, 4, 5, device=DEVICE)
     other = copy.deepcopy(layer)
     if change is in_double:
@@ -980,12 +980,12 @@ def test_another_layer_that_kernels_do_not_know_is_left_to_operators(change, cho
     assert change is parametrized or not launched
     monkeypatch.setattr(_backends, "_on_gpu", lambda x: False)
     monkeypatch.setattr(_backends, "quick", None)
-    torch.testing.assert_close(y, twin(x), rtol=1e-4, atol=1e-4)  # both in float32, in another order
+    torch.testing.assert_close(y, twin(x), rtol=1e-4, atol=1e-4)  # both in float32, summed in another order
     for (name, mine), theirs in zip(other.named_buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_forward_mode_derivatives_are_left_to_operators(chosen):
+def test_forward_mode_derivatives_are_left_to_operators(use_kernels):
     layer, x, tangent = layer_of(4), *torch.randn(2, 6, 4, 5, device=DEVICE)
     layer(x), layer(x)
     with torch.autograd.forward_ad.dual_level():
@@ -999,11 +999,11 @@ def test_forward_mode_derivatives_are_left_to_operators(chosen):
         for sign in (1, -1)
     ]
     expected = (moved[0] - moved[1]) / (2 * step)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)  # of a difference quotient
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)  # a difference quotient
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (6, 3, 5)], ids=str)
-def test_what_the_layer_refuses_it_refuses_after_other_inputs(shape, chosen):
+def test_the_layer_still_refuses_wrong_shapes_on_the_fast_path(shape, use_kernels):
     layer = layer_of(4)
     layer(torch.randn(6, 4, 5, device=DEVICE)), layer(torch.randn(6, 4, 5, device=DEVICE))
     layer_of(3, groups=1)(torch.randn(6, 3, 5, device=DEVICE))
@@ -1011,7 +1011,7 @@ def test_what_the_layer_refuses_it_refuses_after_other_inputs(shape, chosen):
         layer(torch.randn(shape, device=DEVICE))
 
 
-def test_a_recomputed_forward_learns_once(chosen, launched):
+def test_a_recomputed_forward_updates_the_population_once(use_kernels, launched):
     layer, x = layer_of(4), torch.randn(6, 4, 5, device=DEVICE, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert launched == FORWARD + FORWARD + BACKWARD
@@ -1020,7 +1020,7 @@ def test_a_recomputed_forward_learns_once(chosen, launched):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_gradient_that_is_expanded_or_lies_otherwise(chosen, training):
+def test_a_gradient_that_is_expanded_or_in_another_layout(use_kernels, training):
     layer, x = layer_of(4), torch.randn(6, 4, 5, 3, device=DEVICE, requires_grad=True)
     layer(x)
     y = layer.train(training)(x)
@@ -1032,14 +1032,14 @@ def test_a_gradient_that_is_expanded_or_lies_otherwise(chosen, training):
     strided = torch.stack([dy, dy], -1)[..., 0]
     for other in (dy.to(memory_format=torch.channels_last), strided, torch.cat([dy[:1], dy])[1:]):
         (found,) = torch.autograd.grad(y, x, other, retain_graph=True)
-        # In eval() operators sum in an order that depends on strides.
+        # In eval(), operators sum in an order that depends on strides.
         torch.testing.assert_close(found, expected, rtol=0, atol=0 if training else 1e-5)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_views_that_are_not_aligned(chosen, training, dtype):
-    """First and second derivatives, by way of the view."""
+def test_views_that_are_not_aligned(use_kernels, training, dtype):
+    """First and second derivatives, through the view."""
     layer = layer_of(4)
     whole = torch.randn(6 * 4 * 5 + 1, device=DEVICE).to(dtype)
     layer(whole[:-1].view(6, 4, 5))
@@ -1056,7 +1056,7 @@ def test_views_that_are_not_aligned(chosen, training, dtype):
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_low_precision_inputs_and_float32_parameters(chosen, launched, autocast):
+def test_low_precision_inputs_and_float32_parameters(use_kernels, launched, autocast):
     layer, linear = layer_of(8, -1), nn.Linear(5, 8).to(DEVICE)
     x = torch.randn(6, 7, 5, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
@@ -1074,7 +1074,7 @@ def test_low_precision_inputs_and_float32_parameters(chosen, launched, autocast)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_low_precision_parameters(chosen, launched, dtype):
+def test_low_precision_parameters(use_kernels, launched, dtype):
     """``layer.half()`` keeps its statistics in float32."""
     layer, x = layer_of(4).to(dtype), torch.randn(6, 4, 5, device=DEVICE).to(dtype).requires_grad_()
     y = layer(x)
@@ -1084,7 +1084,7 @@ def test_low_precision_parameters(chosen, launched, dtype):
     assert layer.population.batch_var.dtype == torch.float32
     twin = [p.detach().double().requires_grad_() for p in (x, layer.weight, layer.bias)]
     expected = bln.functional.batch_layer_norm(*twin, groups=2)
-    # The loss goes through y, rounded once; its gradient is some of those away.
+    # The loss takes y, which is rounded, so its gradients are a few roundings apart.
     gradients = torch.autograd.grad(expected, twin, 2 * y.detach().double())
     unit = torch.finfo(dtype).eps
     for mine, theirs in zip((y, x.grad, layer.weight.grad, layer.bias.grad), (expected, *gradients), strict=True):
@@ -1092,7 +1092,7 @@ def test_low_precision_parameters(chosen, launched, dtype):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=unit, atol=unit * size)
 
 
-def test_parameters_and_masks_may_lie_in_any_way(chosen):
+def test_parameters_and_masks_of_any_strides(use_kernels):
     x, table = torch.randn(6, 4, 5, device=DEVICE), torch.randn(4, 2, device=DEVICE)
     mask = (torch.arange(5)[:, None] < torch.tensor([5, 3, 4, 2, 1, 5])).to(DEVICE).T
     assert not mask.is_contiguous()
@@ -1103,7 +1103,7 @@ def test_parameters_and_masks_may_lie_in_any_way(chosen):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_statistics_on_request(chosen, launched):
+def test_statistics_on_request(use_kernels, launched):
     x = torch.randn(6, 4, 5, device=DEVICE)
     y, found = bln.functional.batch_layer_norm(x, groups=2, return_statistics=True)
     assert launched == FORWARD

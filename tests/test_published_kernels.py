@@ -32,7 +32,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CONFIGS = [*StatisticsConfig.all(), *map(StatisticsConfig.parse, ("16 16 F F", "F 2 T 0.5", "3 T 1 F"))]
-EXAMPLES = 25 if GPU else 12  # the interpreter takes its time
+EXAMPLES = 25 if GPU else 12  # the interpreter is slow
 
 
 def on_device(tensor):
@@ -40,7 +40,7 @@ def on_device(tensor):
 
 
 def to_device(case: Case) -> Case:
-    """With the same strides, gaps too."""
+    """Return the case on the device; its input has the same strides, gaps included."""
     if 0 in case.x.stride() or not GPU:
         x = on_device(case.x)
     else:
@@ -58,7 +58,7 @@ def options(case: Case) -> dict:
 
 @contextmanager
 def poisoned(poison=np.nan):
-    """Fresh memory holds that."""
+    """Fill fresh memory with a value, so that one nobody wrote shows."""
     with pytest.MonkeyPatch.context() as patch:
         empty, empty_like = torch.empty, torch.empty_like
         patch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(poison))
@@ -67,7 +67,7 @@ def poisoned(poison=np.nan):
 
 
 def compare(case: Case) -> None:
-    """Forward, statistics and gradients; outputs are written everywhere, since NaN is what was there before."""
+    """Compare forward, statistics and gradients with the oracle, and check that every output is written."""
     moved = to_device(case)
     x = moved.x.clone().requires_grad_() if moved.x.is_contiguous() else moved.x.detach().requires_grad_()
     parameters = [p.requires_grad_() for p in (moved.weight, moved.bias) if p is not None]
@@ -104,21 +104,25 @@ def compare(case: Case) -> None:
         tolerance.close(next(rest), wanted[2], bounds[2] + 1e-30, "dbeta")
 
 
-HOW = {"held": {}, "two passes": {"HELD": 0, "HELD_BACKWARD": 0}, "each its own way": {"HELD_BACKWARD": 0}}
-"""Limits that make small inputs take each way."""
+KERNELS = {
+    "persistent": {},
+    "two passes": {"MAX_PERSISTENT": 0, "MAX_PERSISTENT_BACKWARD": 0},
+    "two passes backward": {"MAX_PERSISTENT_BACKWARD": 0},
+}
+"""Limits that make small inputs take each kind of kernel."""
 
 
-@pytest.fixture(params=HOW)
-def how(request, monkeypatch):
-    """Launches are chosen anew, with few values in a tile, so that small inputs have several."""
-    for name, value in HOW[request.param].items():
+@pytest.fixture(params=KERNELS)
+def kind(request, monkeypatch):
+    """Launches of each kind, with few values in a tile, so that small inputs have several tiles."""
+    for name, value in KERNELS[request.param].items():
         monkeypatch.setattr(published, name, value)
     monkeypatch.setattr(functions, "_plans", {})
-    few = {name: row._replace(values=64, each=1, samples=2) for name, row in table.PUBLISHED.items()}
+    few = {name: row._replace(values=64, per_thread=1, min_samples=2) for name, row in table.PUBLISHED.items()}
     monkeypatch.setattr(table, "PUBLISHED", few)
 
 
-def test_no_kernel_has_more_arguments_or_lines_than_one_can_read():
+def test_kernels_have_few_arguments_and_lines():
     for module in ("affine", "persistent", "two_pass", "population", "primitives"):
         tree = ast.parse((Path(kernels.__file__).parent / f"{module}.py").read_text())
         for kernel in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
@@ -137,34 +141,39 @@ sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**15), round_sizes)
 )  # fmt: skip
 def test_any_shape_has_a_launch_that_a_gpu_can_make(n, p, c, itemsize, channels_first, pooled, masked):
     channels_first = channels_first and p > 1
-    c = min(c, published.WIDEST)
+    c = min(c, published.MAX_FEATURES)
     view = published.Shape(n, c, p, channels_first, pooled or p == 1)
-    if channels_first and published.next_power_of_2(c) * published.least_width(view, itemsize) > published.WIDEST_FIRST:
+    if (
+        channels_first
+        and published.next_power_of_2(c) * published.min_positions(view, itemsize) > published.MAX_CHANNELS_FIRST
+    ):
         return
     plan = published.Plan(view, itemsize, Spec.of(), masked)
     one = published.Plan(view._replace(n=1), itemsize, Spec.of(), masked)
-    assert (
-        plan.normalize_chosen.constants == one.normalize_chosen.constants
-    )  # a row is summed in the same order in any company
-    assert plan.normalize_chosen.options == one.normalize_chosen.options
-    for sweep in (plan.measure, plan.normalize, plan.measure_backward, plan.differentiate):
-        tile, positions = sweep.constants, sweep.numbers[0]
-        assert tile["BC"] * tile["BP"] <= 2 * published.WIDEST
+    # A row is summed in the same order in any mini-batch.
+    assert plan.normalize_inference.constexprs == one.normalize_inference.constexprs
+    assert plan.normalize_inference.options == one.normalize_inference.options
+    for sweep in (plan.measure, plan.normalize, plan.measure_backward, plan.normalize_backward):
+        tile, positions = sweep.constexprs, sweep.scalars[0]
+        assert tile["BC"] * tile["BP"] <= 2 * published.MAX_FEATURES
         assert c <= tile["BC"]
         blocks = published.cdiv(positions, tile["BP"])
         assert sweep.programs == blocks * sweep.splits
-        assert sweep.programs <= max(published.PROGRAMS, blocks)
+        assert sweep.programs <= max(published.MAX_PROGRAMS, blocks)
         assert (p if channels_first else c) % tile["VEC"] == 0
         assert sweep.options["num_warps"] <= 16
-    for launch, most in ((plan.forward, published.HELD), (plan.held_backward, published.HELD_BACKWARD)):
+    for launch, most in (
+        (plan.persistent_forward, published.MAX_PERSISTENT),
+        (plan.persistent_backward, published.MAX_PERSISTENT_BACKWARD),
+    ):
         if launch is not None:
-            tile = launch.constants
+            tile = launch.constexprs
             assert tile["BN"] * tile["BC"] * tile["BP"] <= most
-            assert tile["BN"] >= launch.numbers[0]
-            assert launch.programs <= published.PROGRAMS
+            assert tile["BN"] >= launch.scalars[0]
+            assert launch.programs <= published.MAX_PROGRAMS
 
 
-def test_ragged_shapes_layouts_types_and_masks(how):
+def test_ragged_shapes_layouts_types_and_masks(kind):
     @settings(max_examples=EXAMPLES)
     @given(cases(dtypes=DTYPES, grouped=False))
     def check(case):
@@ -183,14 +192,14 @@ SHAPES = [
     ((40, 2, 513), -1, True),  # wide rows, not a power of two
     ((32, 3, 256), -1, True),
     ((37, 300), 1, True),  # dense
-    ((300, 64), 1, True),  # too large to be held
+    ((300, 64), 1, True),  # dense, too large for a persistent tile
     ((6, 24, 5, 5), 1, True),  # channels first
-    ((8, 16, 8, 8), 1, True),  # the same, tiles are full
-    ((70, 64, 3, 3), 1, True),  # the same, too large to be held
+    ((8, 16, 8, 8), 1, True),  # the same, with full tiles
+    ((70, 64, 3, 3), 1, True),  # the same, too large for a persistent tile
     ((6, 24, 5, 5), 1, False),  # the same, pooled
-    ((2, 1030, 3, 3), 1, True),  # the same, more features than a tile has: copied
+    ((2, 1030, 3, 3), 1, True),  # the same, too many features for a tile: copied
     ((9, 5, 5, 24), -1, False),  # pooled, features last
-    ((300, 3, 3, 24), -1, False),  # the same, shared by several programs
+    ((300, 3, 3, 24), -1, False),  # the same, split over several programs
     ((3, 70, 6), -1, True),  # narrow rows
     ((2, 600, 24), -1, True),  # small batches, many positions
 ]
@@ -209,20 +218,20 @@ if GPU:
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
 @pytest.mark.parametrize(("shape", "channel_dim", "per_position"), SHAPES)
-def test_every_kernel_at_its_own_sizes(shape, channel_dim, per_position, dtype, masked):
+def test_every_kernel_at_sizes_it_is_chosen_for(shape, channel_dim, per_position, dtype, masked):
     rows = list(shape)
     rows.pop(channel_dim)
     compare(case_of(shape, channel_dim, per_position, dtype, mask=torch.rand(rows) < 0.7 if masked else None))
 
 
 @pytest.mark.parametrize("samples", [8, 64, 3000])
-def test_mean_2000_deviation_1(samples, how):
+def test_mean_2000_deviation_1(samples, kind):
     x = torch.randn(samples, 6) + 2000
     compare(Case(x, None, torch.ones(6), None, 1, True, 1e-4, 1e-4, True))
 
 
 def test_an_outlier_among_the_first_samples():
-    """Columns are summed around the mean of their first entries: the worst that can be is one that is far off."""
+    """Welford's running mean starts far off, which is the worst case for rounding."""
     case = case_of((600, 64), mean=0.0)
     case.x[0] += 1000
     compare(case)
@@ -280,7 +289,7 @@ def test_a_gradient_that_is_expanded():
     case=cases(dtypes=DTYPES, masked=False, grouped=False), momentum=st.sampled_from([None, 0.1, 1.0]), data=st.data()
 )
 def test_the_population_is_updated_as_operators_do(case, momentum, data):
-    """Over three mini-batches of different sizes, one of them with infinity in it."""
+    """Three mini-batches of different sizes, one of which holds an infinity."""
     positions = case.rows.shape[1:-1] if case.per_position else ()
     theirs = Population(case.rows.shape[-1], positions).to(DEVICE)
     mine = copy.deepcopy(theirs)
@@ -290,7 +299,7 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
         x = moved.x[:n] + number
         if number == 1:
             x[(0,) * x.dim()] = torch.inf
-        with np.errstate(invalid="ignore"):  # the interpreter's NumPy would warn of the infinity
+        with np.errstate(invalid="ignore"):  # the interpreter's NumPy warns of the infinity
             _, statistics = kernels.train(x, None, None, None, **options(case))
             _, nothing = kernels.train(x, None, None, None, **options(case), update=(mine, momentum))
         assert nothing is None
@@ -301,7 +310,7 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
     for name, value in mine.named_buffers():
         expected = getattr(theirs, name)
         scale = max(1.0, expected.abs().max().item())
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6 * scale)  # another order of sums
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6 * scale)  # summed in another order
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
@@ -314,12 +323,12 @@ def test_the_population_is_updated_as_operators_do(case, momentum, data):
         ((6, 24, 5, 5), 1, (), None),  # the same, channels first
     ],
 )
-def test_a_population_learns_unless_anything_is_not_finite(shape, channel_dim, known, momentum, how):
+def test_the_population_is_updated_unless_a_variance_is_not_finite(shape, channel_dim, known, momentum, kind):
     case = case_of(shape, channel_dim, per_position=len(shape) < 4)
     x, features = to_device(case).x, shape[channel_dim]
     theirs = Population(features, known).to(DEVICE)
     mine = copy.deepcopy(theirs)
-    one_column = torch.zeros_like(x)  # whose squares are more than float32 holds, but not those of any row
+    one_column = torch.zeros_like(x)  # squares overflow in one column, but in no row
     one_column.movedim(channel_dim, -1)[::2, ..., 7] = 1e19
     one_column.movedim(channel_dim, -1)[1::2, ..., 7] = -1e19
     for bad in (None, torch.nan, torch.inf, one_column, None):
@@ -332,13 +341,13 @@ def test_a_population_learns_unless_anything_is_not_finite(shape, channel_dim, k
         theirs.update_from(x, None, **options(case), batch=found, momentum=momentum)
     assert mine.updates.reshape(5, -1)[:, 0].eq(2).all()
     assert torch.equal(mine.samples, theirs.samples)
-    for name, value in mine.named_buffers():  # float32, sums in another order
+    for name, value in mine.named_buffers():  # float32, summed in another order
         torch.testing.assert_close(value, getattr(theirs, name), rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("positions", [1, 3, 9])
 def test_a_population_of_many_columns(positions):
-    """More than one program takes at a time."""
+    """More columns than a program takes in one step."""
     case = case_of((4, positions, 9000), -1)
     theirs = Population(9000, (positions,)).to(DEVICE)
     mine, x = copy.deepcopy(theirs), to_device(case).x
@@ -346,7 +355,7 @@ def test_a_population_of_many_columns(positions):
         _, found = kernels.train(x, None, None, None, **options(case))
         kernels.train(x, None, None, None, **options(case), update=(mine, None))
     theirs.update_from(x, None, **options(case), batch=found, momentum=None)
-    for name, value in mine.named_buffers():  # float32, sums in another order
+    for name, value in mine.named_buffers():  # float32, summed in another order
         torch.testing.assert_close(value, getattr(theirs, name), rtol=1e-5, atol=1e-5, msg=name)
 
 
@@ -355,8 +364,8 @@ def test_a_population_of_many_columns(positions):
     ("n", "c", "along", "value", "enters"),
     [(2, 64, 0, 9e18, True), (2, 64, 0, 1e20, False), (2, 64, 2, 1e20, False), (8, 2, 2, 9e18, False)],
 )
-def test_a_large_variance_enters_and_an_infinite_one_does_not(n, c, along, value, enters, channel_dim, how):
-    """Of columns, finite ones whose sum is not; of rows, where no column varies, and finite ones whose sum is not."""
+def test_a_large_variance_is_averaged_and_an_infinite_one_is_not(n, c, along, value, enters, channel_dim, kind):
+    """Columns finite, whose sum overflows; columns infinite; rows infinite; rows finite, whose sum overflows."""
     both = {"channel_dim": channel_dim, "spec": Spec.of()}
     x = torch.full((n, 3, c), value, device=DEVICE)
     x.narrow(along, 0, x.shape[along] // 2).neg_()
@@ -383,7 +392,7 @@ def test_a_shorter_sequence_updates_the_first_positions():
 
 
 def compare_inference(case: Case, config: StatisticsConfig, known: bool, poison: float = np.nan) -> None:
-    """With a population that is ``known``, or that has learned nothing."""
+    """Compare with the oracle, by a population that was updated (``known``) or never was."""
     positions = case.rows.shape[1:-1] if case.per_position else ()
     d = case.rows.shape[-1]
     population, truth = Population(d, positions), oracle.Population(positions, d)
@@ -429,13 +438,13 @@ def test_inference_is_algorithm_2_in_every_configuration(case, config, known):
 @pytest.mark.parametrize("config", ["FFFF", "TTFF", "TFTF", "FTFT", "TTTT"])
 @pytest.mark.parametrize("shape", [(2, 296, 5, 7), (3, 1030, 2, 2)])
 def test_inference_in_tiles(shape, config, masked, per_position):
-    """What nobody wrote would overflow if it were summed."""
+    """Memory that nobody wrote would overflow if it were summed."""
     mask = torch.rand(shape[0], *shape[2:]) < 0.7 if masked else None
     case = case_of(shape, per_position=per_position, mask=mask)
     compare_inference(case, StatisticsConfig.parse(config), known=True, poison=3e38)
 
 
-# What the order of sums depends on is the compiler's: the interpreter, which takes its time, need not try all four.
+# The compiler decides the order of sums, so the slow interpreter need not try all four.
 @pytest.mark.parametrize("config", ["TTFF", "TTTF", "TTFT", "TTTT"] if GPU else ["TTFF", "TTTT"])
 @pytest.mark.parametrize(
     ("shape", "channel_dim", "per_position"),
@@ -447,11 +456,11 @@ def test_inference_in_tiles(shape, config, masked, per_position):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
-def test_a_sample_has_the_same_bits_in_any_company(config, shape, channel_dim, per_position, dtype):
+def test_a_sample_has_the_same_bits_in_any_mini_batch(config, shape, channel_dim, per_position, dtype):
     case = to_device(case_of(shape, channel_dim, per_position, dtype=dtype))
     positions = tuple(s for at, s in enumerate(shape) if at not in (0, channel_dim % len(shape)) and per_position)
     population = Population(shape[channel_dim], positions).to(DEVICE)
-    for buffer in population.buffers():  # as if it had learned something
+    for buffer in population.buffers():  # as if it had been updated
         buffer.uniform_(0.1, 0.9) if buffer.is_floating_point() else buffer.fill_(1)
 
     def infer(x):
@@ -486,7 +495,7 @@ def test_gradients_through_inference(config, masked):
         dx, dgamma, dbeta = torch.autograd.grad(y.pow(3).sum(), [x, gamma, beta], create_graph=True)
         found.append(([dx], [dgamma], [dbeta], torch.autograd.grad(dx.square().sum(), [x, gamma])))
     for mine, theirs in zip(*found, strict=True):
-        # Sums of terms that may be as large as the largest and cancel: of 2400, none was 50 roundings apart.
+        # Terms as large as the largest value may cancel. Of 2,400 values none was 50 roundings apart.
         size = max(float(gradient.detach().abs().max()) for gradient in theirs)
         torch.testing.assert_close(list(mine), list(theirs), atol=250 * torch.finfo(torch.float32).eps * size, rtol=0)
 
@@ -509,7 +518,7 @@ def test_gradients_through_inference_notice_a_changed_population():
         y.sum().backward()
 
 
-def test_gradients_through_inference_notice_training_in_between(chosen):
+def test_gradients_through_inference_notice_training_in_between(use_kernels):
     layer = bln.BatchLayerNorm(4, channel_dim=-1, position_shape=(3,)).to(DEVICE)
     y = layer.eval()(torch.randn(5, 3, 4, device=DEVICE, requires_grad=True))
     layer.train()(torch.randn(5, 3, 4, device=DEVICE))
@@ -522,7 +531,7 @@ def test_gradients_through_inference_notice_training_in_between(chosen):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("pooled", [False, True], ids=["", "pooled"])
-def test_the_operator_keeps_what_a_compiler_trusts_in(masked, pooled):
+def test_the_operator_meets_the_compilers_contract(masked, pooled):
     x = torch.randn(6, 5, 4, device=DEVICE)
     gamma, beta = torch.randn(5, device=DEVICE), torch.randn(5, device=DEVICE)
     mask = torch.rand(6, 4, device=DEVICE) < 0.7 if masked else None
@@ -531,15 +540,15 @@ def test_the_operator_keeps_what_a_compiler_trusts_in(masked, pooled):
 
 
 def test_every_kernel_compiles_to_machine_code():
-    """Types that the interpreter does not look at; no GPU is needed for it."""
+    """Types, too, which the interpreter ignores; no GPU is needed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(bln.__file__).parents[1])
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
-        "forward", "backward", "measure", "join", "normalize", "weigh", "measure_backward", "join_backward",
-        "differentiate", "update", "grouped",
+        "forward", "backward", "measure", "join", "normalize", "inference_weights", "measure_backward", "join_backward",
+        "normalize_backward", "update", "grouped",
     }  # fmt: skip
 
 
@@ -547,8 +556,8 @@ def test_every_kernel_compiles_to_machine_code():
 
 
 @pytest.fixture
-def chosen(monkeypatch):
-    """The layer takes the kernels, as it does on a GPU."""
+def use_kernels(monkeypatch):
+    """Have the layer choose the kernels, as on a GPU."""
     monkeypatch.setattr(bln._backends, "_on_gpu", lambda x: True)
 
 
@@ -594,23 +603,23 @@ def test_the_layer_with_kernels_is_the_layer_without(shape, channel_dim, options
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_parameters_with_gaps(chosen):
+def test_parameters_with_gaps(use_kernels):
     x, table = torch.randn(6, 5, 3, device=DEVICE), torch.randn(5, 2, device=DEVICE)
     found, expected = (bln.functional.batch_layer_norm(x, w, w) for w in (table[:, 0], table[:, 0].contiguous()))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_more_features_than_a_tile_has_are_left_to_the_formula(chosen):
+def test_more_features_than_a_tile_are_left_to_the_formula(use_kernels):
     for shape in ((2, 40000), (2, 3, 40000)):
         x = torch.randn(shape, device=DEVICE)
         found, expected = (bln.functional.batch_layer_norm(t, channel_dim=-1) for t in (x, x.double()))
-        # Of two samples that are nearly the same, rounding is up to 1/sqrt(eps) = 100 times as large, over sqrt(40000).
+        # Where two samples are nearly equal, roundings grow by up to 1/sqrt(eps) = 100, over sqrt(40000).
         torch.testing.assert_close(found, expected.float(), rtol=100 * torch.finfo(x.dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
-def test_a_mask_may_lie_in_any_way(chosen, per_position, training):
+def test_a_mask_of_any_strides(use_kernels, per_position, training):
     layer, twin = twins((6, 5, 4), -1, per_position=per_position)
     mask = (torch.arange(5)[:, None] < torch.tensor([5, 3, 4, 2, 1, 5])).to(DEVICE).T
     x = torch.randn(6, 5, 4, device=DEVICE)
@@ -621,7 +630,7 @@ def test_a_mask_may_lie_in_any_way(chosen, per_position, training):
     )
 
 
-def test_statistics_of_a_compiled_call_have_no_gradient(chosen):
+def test_statistics_of_a_compiled_call_have_no_gradient(use_kernels):
     torch._dynamo.reset()
     x = torch.randn(6, 4, 5, device=DEVICE, requires_grad=True)
     call = torch.compile(
@@ -635,7 +644,7 @@ def test_statistics_of_a_compiled_call_have_no_gradient(chosen):
 @pytest.mark.parametrize("per_position", [True, False], ids=["", "pooled"])
 @pytest.mark.parametrize("channels", [4, 130])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_what_came_contiguous_stays_so(chosen, channels, per_position, training):
+def test_a_contiguous_input_gives_a_contiguous_output(use_kernels, channels, per_position, training):
     layer = bln.BatchLayerNorm(channels, per_position=per_position).to(DEVICE)
     x = torch.randn(4, channels, 3, 3, device=DEVICE, requires_grad=True)
     layer(x)
@@ -646,7 +655,7 @@ def test_what_came_contiguous_stays_so(chosen, channels, per_position, training)
 
 @pytest.mark.parametrize("dim", [2, 3, 4])
 @pytest.mark.parametrize("channel_dim", [1, -1], ids=["second", "last"])
-def test_gradients_in_any_layout(chosen, dim, channel_dim):
+def test_gradients_in_any_layout(use_kernels, dim, channel_dim):
     for shape in ((1, 1, 1, 1)[:dim], (1, 5, 3, 2)[:dim], (4, 5, 3, 2)[:dim]):
         x = torch.randn(shape, device=DEVICE, requires_grad=True)
         dy = torch.randn(shape, device=DEVICE)
@@ -659,7 +668,7 @@ def test_gradients_in_any_layout(chosen, dim, channel_dim):
             torch.testing.assert_close(torch.autograd.grad(layer(x), x, gradient)[0], expected, rtol=0, atol=0)
 
 
-def test_the_layer_refuses_other_positions_and_learns_nothing(chosen):
+def test_the_layer_refuses_other_positions_and_updates_nothing(use_kernels):
     layer = bln.BatchLayerNorm(4, channel_dim=-1, position_shape=(5, 5)).to(DEVICE)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(ValueError, match="statistics are kept for positions"):
@@ -667,14 +676,14 @@ def test_the_layer_refuses_other_positions_and_learns_nothing(chosen):
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
-def test_a_recomputed_forward_learns_once(chosen):
+def test_a_recomputed_forward_updates_the_population_once(use_kernels):
     layer, _ = twins((6, 4, 5), 1)
     x = torch.randn(6, 4, 5, device=DEVICE, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert layer.population.updates.eq(1).all()
 
 
-def test_a_compiled_call_may_be_the_first_that_meets_the_kernels():
+def test_a_compiled_call_may_be_the_first_to_import_the_kernels():
     code = (
         "import torch, bln; from bln import _backends; _backends._on_gpu = lambda x: True\n"
         "for groups in (None, 2):\n"
@@ -690,7 +699,7 @@ def test_a_compiled_call_may_be_the_first_that_meets_the_kernels():
 @pytest.mark.parametrize("dtype", DTYPES[:2] if GPU else DTYPES[:1], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize(("shape", "channel_dim", "options"), LAYERS)
-def test_a_compiled_layer_is_the_layer(shape, channel_dim, options, masked, dtype, chosen):
+def test_a_compiled_layer_is_the_layer(shape, channel_dim, options, masked, dtype, use_kernels):
     torch._dynamo.reset()
     layer, twin = twins(shape, channel_dim, **options)
     compiled = torch.compile(twin, fullgraph=True, backend="inductor" if GPU else "aot_eager")
@@ -737,18 +746,18 @@ if GPU:
         assert torch.equal(y[:, -1000:], expected)
 
     def test_more_than_two_to_the_31_rows():
-        """Of rows that come again and again, so that their statistics, and gradients, are those of some."""
+        """Rows repeat, so that statistics and gradients are those of one block of them."""
         some, times = 2**20, 2**11 + 1
         block, slope = torch.randn(2, some, 2, device="cuda", dtype=torch.bfloat16) + 1
         x, dy = block.repeat(times, 1).requires_grad_(), slope.repeat(times, 1)
-        layer = bln.BatchLayerNorm(2, mix_eps=0.25, dim_scale=False).cuda()  # so that features count
+        layer = bln.BatchLayerNorm(2, mix_eps=0.25, dim_scale=False).cuda()  # so that feature statistics count
         y = layer(x)
         dx = torch.autograd.grad(y, x, dy)[0]
         rows = block.double()[:, None].requires_grad_()
         statistics = operators.current(rows, None, layer.spec)._replace(inverse_m=torch.tensor(1 / len(x)))
         expected = formula.transform(rows, statistics, spec=Spec(eps=layer.eps, mix_eps=0.25, dim_scale=False))
         gradient = torch.autograd.grad(expected, rows, slope.double()[:, None])[0]
-        unit = torch.finfo(x.dtype).eps  # outputs are rounded once; gradients are sums of terms some times their size
+        unit = torch.finfo(x.dtype).eps  # outputs are rounded once; gradients sum terms a few times their size
         for at in (0, times // 2, times - 1):
             part = slice(at * some, (at + 1) * some)
             torch.testing.assert_close(y[part].double(), expected[:, 0], rtol=3 * unit, atol=3 * unit)
@@ -757,7 +766,7 @@ if GPU:
         torch.testing.assert_close(layer(x)[-some:], layer(block), rtol=0, atol=0)
 
     def test_the_error_is_no_larger_than_torchs_own():
-        """Of the batch part against BatchNorm, of the feature part against LayerNorm, on the same data."""
+        """The batch part against BatchNorm, and the feature part against LayerNorm, on the same data."""
         for mean in (0.0, 10.0, 1000.0):
             x = torch.randn(256, 49, 64, device="cuda") + mean
             truth = x.double()

@@ -70,7 +70,7 @@ def against_the_oracle(
     if shared:
         from bln._backends.triton import table
 
-        few = {name: row._replace(values=16, each=1, samples=2) for name, row in table.PUBLISHED.items()}
+        few = {name: row._replace(values=16, per_thread=1, min_samples=2) for name, row in table.PUBLISHED.items()}
         with mock.patch.object(table, "PUBLISHED", few):
             against_the_oracle(
                 seed, shares, dtype, positions, channel_dim, per_position, masked, momentum, compiled, affine, only,

@@ -81,5 +81,5 @@ class _Train(torch.autograd.Function):
         ]
         shares = (message * inverse_entries.unsqueeze(-1)).transpose(0, 1).contiguous()
         dx = torch.empty_like(x)
-        plan.differentiate(stream, x, dy, dx, None, gamma, mean, var, rows, shares, weights, q)
+        plan.normalize_backward(stream, x, dy, dx, None, gamma, mean, var, rows, shares, weights, q)
         return dx, d_gamma, d_beta, None, None

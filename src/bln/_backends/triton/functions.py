@@ -1,4 +1,4 @@
-"""The autograd functions of training and inference on a GPU, for both forms: from a call to a plan, and back."""
+"""Training and inference on a GPU, for both forms: autograd functions, and a cache of plans for their launches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ...config import StatisticsConfig
 from ...formula import Statistics
 from .. import operators
 from . import grouped, published
-from .launch import KINDS, Shape, aligned, like, on_its_device, stream_of, typed
+from .launch import PLAIN_TYPES, Shape, aligned, like, on_its_device, stream_of, typed
 
 if TYPE_CHECKING:
     from ...layer import BatchLayerNorm
     from ...population import Population
 
     Plan = grouped.Plan | published.Plan
-    Update = tuple[Population, float | None] | None  # a population and its momentum
+    Update = tuple[Population, float | None] | None  # the population to update, and its momentum
 
 _plans: dict[Any, Plan | None] = {}
-"""One for all calls with such tensors; ``None`` where no kernel reads an input as it lies in memory."""
-_MOST = 4096
+"""Plans by ``_key``; ``None`` where the kernels cannot read the input's layout."""
+_MAX_PLANS = 4096
+_ABSENT: Any = object()
 
 
 def _key(
@@ -40,11 +41,11 @@ def _key(
 
 
 def _plan(x: Tensor, *rest: Any) -> Plan | None:
-    """The plan for such tensors, made where there is none yet."""
+    """Return the plan for these tensors, made by the first call."""
     key = _key(x, *rest)
     plan = _plans.get(key)
     if plan is None and key not in _plans:
-        if len(_plans) >= _MOST:
+        if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _, _, mask, channel_dim, spec, _, activation = rest
         form = published if spec.groups is None else grouped
@@ -60,7 +61,7 @@ def prepared(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
     residual: Tensor | None = None, activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor | None, Plan]:  # fmt: skip
-    """The input and the residual as the kernels read them, copied if need be, and the plan."""
+    """Return the input and the residual in a layout that the kernels read, copied if need be, and the plan."""
     rest = gamma, beta, mask, channel_dim, spec, residual, activation
     plan = _plan(x, *rest)
     if plan is None and not x.is_contiguous():
@@ -78,11 +79,11 @@ def _run(
     function: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int,
     spec: Spec, residual: Tensor | None, activation: Activation | None, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    """``function`` of the tensors as the kernels read them, contiguous where ``x`` is, and what kernels do not do."""
-    after = (residual, activation) if spec.groups is not None else (None, None)
-    seen, fused, plan = prepared(x, gamma, beta, mask, channel_dim, spec, *after)
-    y: Tensor = function.apply(seen, gamma, beta, fused, mask, plan, *rest)
-    y = y.contiguous() if seen is not x and x.is_contiguous() else y
+    """Apply an autograd function to prepared tensors, then in the published form the residual and the activation."""
+    fused = (residual, activation) if spec.groups is not None else (None, None)
+    prepared_x, fused_residual, plan = prepared(x, gamma, beta, mask, channel_dim, spec, *fused)
+    y: Tensor = function.apply(prepared_x, gamma, beta, fused_residual, mask, plan, *rest)
+    y = y.contiguous() if prepared_x is not x and x.is_contiguous() else y
     return finish(y, residual, mask, channel_dim, activation) if spec.groups is None else y
 
 
@@ -91,57 +92,56 @@ def train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
     update: Update = None, residual: Tensor | None = None, activation: Activation | None = None,
 ) -> tuple[Tensor, Statistics | None]:  # fmt: skip
-    """Algorithm 1 of ``x``, ``g(BLN(x) + residual)`` if asked, and the statistics of the mini-batch.
+    """Return ``g(BLN(x) + residual)`` by Algorithm 1, and the mini-batch's statistics.
 
-    With ``update`` the population, which knows its positions, is updated by a kernel that can do it, and
-    no statistics are returned.
+    With ``update`` a kernel updates the population and no statistics are returned, but in the published form masked.
     """
     if update is not None:
         update[0].expect(positions_of(x, channel_dim, spec))
         update = update if mask is None or spec.groups is not None else None
-    kept: list[Statistics] | None = [] if update is None else None
-    y = _run(_Train, x, gamma, beta, mask, channel_dim, spec, residual, activation, update, kept)
-    return y, kept[0] if kept else None
+    statistics: list[Statistics] | None = [] if update is None else None
+    y = _run(_Train, x, gamma, beta, mask, channel_dim, spec, residual, activation, update, statistics)
+    return y, statistics[0] if statistics else None
 
 
 class _Train(torch.autograd.Function):
-    """Keeps the input and small statistics for backward; a second derivative goes through plain operators."""
+    """Training; saves the input and small statistics for backward. Second derivatives go through plain operators."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, mask: Tensor | None,
-        plan: Plan, update: Update, kept: list[Statistics] | None,
+        plan: Plan, update: Update, statistics: list[Statistics] | None,
     ) -> Tensor:  # fmt: skip
-        learning = None
+        population = None
         if update is not None:
-            population: list[Any] = list(update[0]._buffers.values())
-            torch.autograd.graph.increment_version(population)
-            learning = population, -1.0 if update[1] is None else float(update[1])
-        y, found = plan.train(stream_of(plan.device), (x, gamma, beta, residual, mask), learning)
+            buffers: list[Any] = list(update[0]._buffers.values())
+            torch.autograd.graph.increment_version(buffers)
+            population = buffers, -1.0 if update[1] is None else float(update[1])
+        y, saved = plan.train(stream_of(plan.device), (x, gamma, beta, residual, mask), population)
         ctx.plan, ctx.mask = plan, mask
-        added = None if plan.activation is None else residual
-        if added is not None and plan.activation == "relu":
-            added = y  # its sign is all that backward asks of the residual, and the next layer holds it anyway
-        ctx.save_for_backward(x, gamma, beta, added, *found)
-        if kept is not None:
-            kept.append(plan.statistics(x, mask, plan.channel_dim, plan.spec, found))
+        saved_residual = None if plan.activation is None else residual
+        if saved_residual is not None and plan.activation == "relu":
+            saved_residual = y  # backward needs only the sign of y, which the next layer saves anyway
+        ctx.save_for_backward(x, gamma, beta, saved_residual, *saved)
+        if statistics is not None:  # an output would take gradients
+            statistics.append(plan.statistics(x, mask, plan.channel_dim, plan.spec, saved))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        plan, mask, wanted = ctx.plan, ctx.mask, ctx.needs_input_grad[3]
-        x, gamma, beta, residual, *found = ctx.saved_tensors
+        plan, mask, residual_needs_grad = ctx.plan, ctx.mask, ctx.needs_input_grad[3]
+        x, gamma, beta, residual, *saved = ctx.saved_tensors
         if torch.is_grad_enabled():
             activation = plan.activation
-            if activation == "relu" and residual is not None:  # the output
+            if activation == "relu" and residual is not None:  # it is y
                 dy, residual, activation = torch.where(residual > 0, dy, 0), None, None
-            if wanted and residual is None:
-                residual = torch.zeros_like(x, requires_grad=True)  # it is added: its value does not matter
+            if residual_needs_grad and residual is None:
+                residual = torch.zeros_like(x, requires_grad=True)  # without an activation its value does not matter
             ctx.rest = mask, plan, activation
             return *differentiate(_plain, (x, gamma, beta, residual), ctx, dy), *[None] * 4
         dy = like(dy, x)
-        dx, gradients, d_residual = plan.backward(stream_of(plan.device), dy, (x, gamma, beta, residual, mask), found)
-        if wanted and residual is None:
+        dx, gradients, d_residual = plan.backward(stream_of(plan.device), dy, (x, gamma, beta, residual, mask), saved)
+        if residual_needs_grad and residual is None:
             d_residual = hide(dy, mask, plan.channel_dim)
         return dx, typed(gradients[0], gamma), typed(gradients[1], beta), d_residual, None, None, None, None
 
@@ -151,26 +151,26 @@ _apply: Any = super(torch.autograd.Function, _Train).apply
 
 
 def train_layer(layer: BatchLayerNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
-    """The grouped layer's training forward of an ordinary input; ``None`` where it has to be looked at more closely.
+    """Return a grouped layer's training output, on a fast path without the usual checks; ``None`` if it does not apply.
 
-    What is looked up here has been checked when it was first prepared. Attributes of a module are found in Python,
-    one by one: that takes longer than all else here, so dictionaries are read.
+    It applies once a checked call has cached the plan. It reads the module's dictionaries, since looking up attributes
+    of a module would take longer than all else here.
     """
     if type(x) is not Tensor or x.dim() < 2 or x.data_ptr() % 16 or layer._group is not None:
         return None
     if residual is not None:
-        if type(residual) not in KINDS or residual.shape != x.shape or residual.device != x.device:
+        if type(residual) not in PLAIN_TYPES or residual.shape != x.shape or residual.device != x.device:
             return None
         if not residual.is_floating_point():
             return None
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return None
     parameters, population = layer._parameters, layer.population
-    gamma: Any = parameters.get("weight", _plans)
-    beta: Any = parameters.get("bias", _plans)
+    gamma: Any = parameters.get("weight", _ABSENT)
+    beta: Any = parameters.get("bias", _ABSENT)
     for parameter in (gamma, beta):
         if parameter is not None and (type(parameter) is not torch.nn.Parameter or not parameter.is_contiguous()):
-            return None  # those that are computed, as by parametrizations, are not here at all
+            return None  # those of a parametrization are computed, and absent here
     if population.batch_mean.dtype != torch.float32:
         return None
     plan = _plans.get(_key(x, gamma, beta, None, layer.channel_dim % x.dim(), layer.spec, residual, layer.activation))
@@ -188,13 +188,13 @@ def infer(
     population: Population, config: StatisticsConfig, residual: Tensor | None = None,
     activation: Activation | None = None,
 ) -> Tensor:  # fmt: skip
-    """Algorithm 2 of ``x``, given a population that knows its positions, in any configuration."""
-    population.positions_for(positions_of(x, channel_dim, spec))  # refuses what does not fit
+    """Return ``g(BLN(x) + residual)`` by Algorithm 2, in any configuration; the population has its positions."""
+    population.positions_for(positions_of(x, channel_dim, spec))  # raises if they do not fit
     return _run(_Infer, x, gamma, beta, mask, channel_dim, spec, residual, activation, population, config)
 
 
 class _Infer(torch.autograd.Function):
-    """Its derivative goes through plain operators."""
+    """Inference; its derivatives go through plain operators."""
 
     @staticmethod
     def forward(
@@ -202,7 +202,7 @@ class _Infer(torch.autograd.Function):
         plan: Plan, population: Population, config: StatisticsConfig,
     ) -> Tensor:  # fmt: skip
         ctx.rest = mask, plan, plan.activation, population, config
-        # The population is saved so that a change of it is noticed.
+        # With the population saved, autograd notices if it changes before backward.
         ctx.save_for_backward(x, gamma, beta, residual, *population._buffers.values())
         return plan.infer(stream_of(plan.device), (x, gamma, beta, residual, mask), population, config)
 
@@ -216,8 +216,8 @@ def _plain(
     plan: Plan, activation: Activation | None, population: Population | None = None,
     config: StatisticsConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same in operators, in float32; inference where a population is given."""
+    """Return the same output by plain operators, in float32; with a population, that of inference."""
     scale, shift = (None if parameter is None else parameter.float() for parameter in (gamma, beta))
-    known = None if population is None else population.at_positions_of(x, mask, plan.channel_dim, plan.spec)
-    y, _ = operators.normalize(x.float(), scale, shift, mask, plan.channel_dim, plan.spec, known, config)
+    statistics = None if population is None else population.at_positions_of(x, mask, plan.channel_dim, plan.spec)
+    y, _ = operators.normalize(x.float(), scale, shift, mask, plan.channel_dim, plan.spec, statistics, config)
     return finish(y, residual, mask, plan.channel_dim, activation)

@@ -1,7 +1,4 @@
-"""The grouped form with pooled batch statistics on a GPU: the plan of its launches.
-
-What depends on shape, type and options alone is decided once and kept.
-"""
+"""The grouped form with pooled batch statistics on a GPU: the plan of its launches, and their buffers."""
 
 from __future__ import annotations
 
@@ -18,138 +15,136 @@ from ..._spec import Spec
 from ...config import StatisticsConfig
 from ...formula import Statistics
 from . import affine, launch, table
-from .launch import Launch, Learning, Shape, Tensors, as_bytes, beyond, known, new, ready
+from .launch import Gradients, Launch, PopulationBuffers, Shape, Tensors, advance, as_bytes, fast_path, new, size_hint
 
 
-def tile(shape: Shape, itemsize: int, row: table.Grouped) -> tuple[int, int, int]:
-    """Features and positions of a tile, and positions that a program handles, for an input and a row of the table.
+def tile_sizes(shape: Shape, itemsize: int, row: table.Grouped) -> tuple[int, int, int]:
+    """Return the features and the positions of a tile, and the positions of a chunk, by a row of the table.
 
-    Nothing here depends on the number of samples, so that a sample's bits do not, either.
+    Nothing here depends on the number of samples, so neither do the bits of a sample.
     """
-    all_features, all_positions = next_power_of_2(known(shape.c)), next_power_of_2(known(shape.p))
+    all_features, all_positions = next_power_of_2(size_hint(shape.c)), next_power_of_2(size_hint(shape.p))
     if shape.channels_first:
-        features = min(all_features, max(1, row.values // min(all_positions, row.width // itemsize)))
+        features = min(all_features, max(1, row.values // min(all_positions, row.width_bytes // itemsize)))
     else:
-        features = min(all_features, row.width // itemsize)
+        features = min(all_features, row.width_bytes // itemsize)
     positions = min(all_positions, max(1, row.values // features))
-    tiles = cdiv(known(shape.p), positions)
-    run = cdiv(tiles, cdiv(tiles, max(1, row.run // (features * positions)))) * positions  # the last may be shorter
-    return features, positions, run
+    tiles = cdiv(size_hint(shape.p), positions)
+    chunk = cdiv(tiles, cdiv(tiles, max(1, row.chunk // (features * positions)))) * positions
+    return features, positions, chunk
 
 
-class Over(Launch):
-    """A launch over an input."""
+class TiledLaunch(Launch):
+    """A launch of a kernel over the input."""
 
-    def __init__(self, name: str, shape: Shape, itemsize: int, groups: int, **constants: Any) -> None:
-        row = table.GROUPED[name, shape.channels_first, known(shape.p) < table.SHORT]
-        features, positions, run = tile(shape, itemsize, row)
+    def __init__(self, name: str, shape: Shape, itemsize: int, groups: int, **constexprs: Any) -> None:
+        row = table.GROUPED[name, shape.channels_first, size_hint(shape.p) < table.SHORT]
+        features, positions, chunk = tile_sizes(shape, itemsize, row)
         n, c, p, *_ = shape
-        self.splits = cdiv(p, run)
-        self.sizes = n, c, p, run, self.splits, groups
-        constants = {**shape.tile(features, positions, itemsize), "STAGES": row.stages, **constants}
-        numbers = self.sizes[:-1] if name == "measure" else self.sizes
-        super().__init__(getattr(affine, name), n * self.splits * cdiv(c, features), numbers, constants, row.warps)
+        self.chunk, self.splits = chunk, cdiv(p, chunk)
+        scalars = (n, c, p, chunk, self.splits) if name == "measure" else (n, c, p, chunk, self.splits, groups)
+        constexprs = {**shape.tile_constexprs(features, positions, itemsize), "STAGES": row.stages, **constexprs}
+        super().__init__(getattr(affine, name), n * self.splits * cdiv(c, features), scalars, constexprs, row.warps)
 
 
-def joining_tile(n: int, c: int, groups: int) -> tuple[dict[str, Any], int]:
-    """Tiles of the launches that join, 64 by 32 features and 2048 values of samples and groups, and their programs."""
-    size = min(256, next_power_of_2(c // groups))
-    rows = max(1, 2048 // size)
-    return {"BR": 64, "BA": 32, "BQ": rows, "BK": size}, cdiv(c, 32) + cdiv(n * groups, rows)
+def join_tile(n: int, c: int, groups: int) -> tuple[dict[str, Any], int]:
+    """Return the constexprs of a kernel that joins, with 64 x 32 and about 2048 values in a tile, and its programs."""
+    features = min(256, next_power_of_2(c // groups))
+    pairs = max(1, 2048 // features)
+    return {"BR": 64, "BC": 32, "BG": pairs, "BK": features}, cdiv(c, 32) + cdiv(n * groups, pairs)
 
 
-def joining(name: str, spec: Spec, n: int, c: int, *sizes: int) -> Launch:
-    """A launch that joins parts."""
+def join_launch(name: str, spec: Spec, n: int, c: int, *sizes: int) -> Launch:
+    """Return the launch of a kernel that joins."""
     assert spec.groups is not None
-    constants, programs = joining_tile(n, c, spec.groups)
-    numbers = float(spec.mix_eps), formula.weights(0.0, 0.0, c, spec.dim_scale)[0], float(spec.eps)
-    return Launch(getattr(affine, name), programs, (n, c, *sizes, spec.groups, *numbers), constants)
+    constexprs, programs = join_tile(n, c, spec.groups)
+    scalars = float(spec.mix_eps), formula.weights(0.0, 0.0, c, spec.dim_scale)[0], float(spec.eps)
+    return Launch(getattr(affine, name), programs, (n, c, *sizes, spec.groups, *scalars), constexprs)
 
 
 class Plan(launch.Plan):
-    """The launches of the grouped form, three each way."""
+    """The launches of the grouped form, three forward and three backward."""
 
     def __init__(self, shape: Shape, itemsize: int, spec: Spec, masked: bool, activation: Activation | None) -> None:
         super().__init__(shape, spec, activation)
         n, c, p, *_ = shape
         assert spec.groups is not None
-        given = shape, itemsize, spec.groups
-        self.measure = Over("measure", *given)
-        self.apply = Over("apply", *given, ACTIVATION=activation)
-        self.measure_backward = Over("measure_backward", *given, ACTIVATION=activation)
-        self.apply_backward = Over("apply_backward", *given, ACTIVATION=activation)
+        common = shape, itemsize, spec.groups
+        self.measure = TiledLaunch("measure", *common)
+        self.apply = TiledLaunch("apply", *common, ACTIVATION=activation)
+        self.measure_backward = TiledLaunch("measure_backward", *common, ACTIVATION=activation)
+        self.apply_backward = TiledLaunch("apply_backward", *common, ACTIVATION=activation)
 
-        run, splits = self.measure.sizes[3:5]
-        self.join, self.join_updating = (joining("join", spec, n, c, p, run, splits) for _ in range(2))
-        self.join_inference = joining("join_inference", spec, n, c, p, run, splits)
-        self.join_backward = joining("join_backward", spec, n, c, p, self.measure_backward.splits, splits)
+        chunk, splits, backward_splits = self.measure.chunk, self.measure.splits, self.measure_backward.splits
+        # Two of a kind: the population's pointers are None in the first.
+        self.join, self.join_updating = (join_launch("join", spec, n, c, p, chunk, splits) for _ in range(2))
+        self.join_inference = join_launch("join_inference", spec, n, c, p, chunk, splits)
+        self.join_backward = join_launch("join_backward", spec, n, c, p, backward_splits, splits)
 
-        # One piece of memory forward and one backward, where parts of results follow what is made of them.
-        self.counts_size = (splits, n) if masked else None
-        self.partial = 4 + 4 * (c + n * spec.groups)
-        self.statistics_size = self.partial + 2 * splits * n * c
-        size = 4 * cdiv(self.measure_backward.splits * n * c, 4)  # kernels are compiled for 16 bytes
-        self.sums = 4 * cdiv(c + n * spec.groups, 2)
-        self.dots = self.sums + size
-        self.shares_size = self.dots + size
+        # One allocation forward holds statistics, then partial; one backward dx_terms, then sums, then dots.
+        self.counts_shape = (splits, n) if masked else None
+        self.partial_at = 4 + 4 * (c + n * spec.groups)
+        self.forward_size = self.partial_at + 2 * splits * n * c
+        size = 4 * cdiv(backward_splits * n * c, 4)  # each part begins at a multiple of 16 bytes, as kernels expect
+        self.sums_at = 4 * cdiv(c + n * spec.groups, 2)
+        self.dots_at = self.sums_at + size
+        self.backward_size = self.dots_at + size
 
-    def train(self, stream: int, tensors: Tensors, learning: Learning) -> tuple[Tensor, tuple[Any, ...]]:
-        """``y``, and what backward needs besides the input."""
+    def train(self, stream: int, tensors: Tensors, population: PopulationBuffers) -> tuple[Tensor, tuple[Any, ...]]:
+        """Return ``y``, and what backward needs besides the input; update the population if there is one."""
         x, gamma, beta, residual, mask = tensors
-        at, launches = ready(self.measure, self.join if learning is None else self.join_updating, self.apply)
+        ptr, launches = fast_path(self.measure, self.join if population is None else self.join_updating, self.apply)
         measure, join, apply = launches
-        found = new(x, self.statistics_size)
-        real, counts = as_bytes(mask), None if self.counts_size is None else new(x, *self.counts_size)
-        at_x, at_real, at_found, at_counts = at(x), at(real), at(found), at(counts)
-        at_partial = beyond(at_found, self.partial)
-        measure(stream, at_x, at_real, at_found, at_partial, at_counts)
-        population = NO_POPULATION if learning is None else (*map(at, learning[0]), learning[1])
-        join(stream, at_found, at_partial, at_counts, *population)
+        statistics = new(x, self.forward_size)
+        mask, counts = as_bytes(mask), None if self.counts_shape is None else new(x, *self.counts_shape)
+        x_ptr, mask_ptr, stats_ptr, counts_ptr = ptr(x), ptr(mask), ptr(statistics), ptr(counts)
+        partial_ptr = advance(stats_ptr, self.partial_at)
+        measure(stream, x_ptr, mask_ptr, stats_ptr, partial_ptr, counts_ptr)
+        update = NO_POPULATION if population is None else (*map(ptr, population[0]), population[1])
+        join(stream, stats_ptr, partial_ptr, counts_ptr, *update)
         y = torch.empty_like(x)
-        apply(stream, at_x, at(y), at(residual), at_real, at_found, at(gamma), at(beta))
-        return y, (found, counts)
+        apply(stream, x_ptr, ptr(y), ptr(residual), mask_ptr, stats_ptr, ptr(gamma), ptr(beta))
+        return y, (statistics, counts)
 
-    def backward(
-        self, stream: int, dy: Tensor, tensors: Tensors, kept: Sequence[Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of the input, of gamma and beta as two rows, and of a residual before an activation."""
+    def backward(self, stream: int, dy: Tensor, tensors: Tensors, saved: Sequence[Any]) -> Gradients:
+        """Return gradients, of the residual if ``tensors`` has one; with ReLU, that is ``y``."""
         x, gamma, beta, residual, mask = tensors
-        (found, counts), real = kept, as_bytes(mask)
-        at, (measure, join, apply) = ready(self.measure_backward, self.join_backward, self.apply_backward)
-        shares, gradients = new(x, self.shares_size), new(x, 2, self.shape.c)
-        at_x, at_dy, at_residual, at_real, at_found = at(x), at(dy), at(residual), at(real), at(found)
-        at_gamma, at_beta, at_shares = at(gamma), at(beta), at(shares)
-        at_sums, at_dots = beyond(at_shares, self.sums), beyond(at_shares, self.dots)
-        measure(stream, at_x, at_dy, at_residual, at_real, at_found, at_gamma, at_beta, at_sums, at_dots)
-        join(stream, at_shares, at_sums, at_dots, at(counts), at_found, at_gamma, at(gradients))
+        (statistics, counts), mask = saved, as_bytes(mask)
+        ptr, (measure, join, apply) = fast_path(self.measure_backward, self.join_backward, self.apply_backward)
+        dx_terms, gradients = new(x, self.backward_size), new(x, 2, self.shape.c)
+        x_ptr, dy_ptr, res_ptr, mask_ptr, stats_ptr = ptr(x), ptr(dy), ptr(residual), ptr(mask), ptr(statistics)
+        gamma_ptr, beta_ptr, terms_ptr = ptr(gamma), ptr(beta), ptr(dx_terms)
+        sums_ptr, dots_ptr = advance(terms_ptr, self.sums_at), advance(terms_ptr, self.dots_at)
+        measure(stream, x_ptr, dy_ptr, res_ptr, mask_ptr, stats_ptr, gamma_ptr, beta_ptr, sums_ptr, dots_ptr)
+        join(stream, terms_ptr, sums_ptr, dots_ptr, ptr(counts), stats_ptr, gamma_ptr, ptr(gradients))
         dx = torch.empty_like(x)
-        d_residual = None if residual is None else torch.empty_like(x)  # wanted or not: the launch is for both
-        at_dx, at_d_residual = at(dx), at(d_residual)
-        apply(stream, at_x, at_dy, at_residual, at_dx, at_d_residual, at_real, at_found, at_gamma, at_beta, at_shares)
+        d_residual = None if residual is None else torch.empty_like(x)  # even if not wanted: one launch for both
+        dx_ptr, d_res_ptr = ptr(dx), ptr(d_residual)
+        apply(stream, x_ptr, dy_ptr, res_ptr, dx_ptr, d_res_ptr, mask_ptr, stats_ptr, gamma_ptr, beta_ptr, terms_ptr)
         return dx, gradients, d_residual
 
     @staticmethod
-    def statistics(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, kept: Sequence[Tensor]) -> Statistics:
-        """The mini-batch's own statistics."""
-        features, groups = parts(kept[0][4:], 4, x.shape[0], x.shape[channel_dim], spec.groups)  # type: ignore[arg-type]
-        return Statistics(features[0], features[1], groups[0], groups[1], kept[0][0])
+    def statistics(x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, saved: Sequence[Any]) -> Statistics:
+        """Return the mini-batch's own statistics, from what ``train`` saved."""
+        features, pairs = split_values(saved[0][4:], 4, x.shape[0], x.shape[channel_dim], spec.groups)  # type: ignore[arg-type]
+        return Statistics(features[0], features[1], pairs[0], pairs[1], saved[0][0])
 
     def infer(self, stream: int, tensors: Tensors, population: Any, config: StatisticsConfig) -> Tensor:
-        """``y`` by the statistics of a configuration."""
+        """Return ``y`` by the statistics of a configuration."""
         x, gamma, beta, residual, mask = tensors
-        real, found, counts, y = as_bytes(mask), new(x, self.statistics_size), None, torch.empty_like(x)
-        if config.uses_batch or config.uses_features or real is not None:
-            counts = None if self.counts_size is None else new(x, *self.counts_size)
-            self.measure(stream, x, real, found, found[self.partial :], counts)
-        self.join_inference(stream, found, counts, *list(population._buffers.values())[:6], *config.priors)
-        self.apply(stream, x, y, residual, real, found, gamma, beta)
+        mask, statistics, counts, y = as_bytes(mask), new(x, self.forward_size), None, torch.empty_like(x)
+        if config.uses_batch or config.uses_features or mask is not None:
+            counts = None if self.counts_shape is None else new(x, *self.counts_shape)
+            self.measure(stream, x, mask, statistics, statistics[self.partial_at :], counts)
+        self.join_inference(stream, statistics, counts, *list(population._buffers.values())[:6], *config.priors)
+        self.apply(stream, x, y, residual, mask, statistics, gamma, beta)
         return y
 
 
 NO_POPULATION: Any = (*[None] * 7, 0.0)
 
 
-def parts(buffer: Tensor, count: int, n: int, c: int, groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A few values for each feature, and for each sample and group, from a buffer where they stand in this order."""
-    features, rest = buffer[: count * c], buffer[count * c : count * (c + n * groups)]
-    return features.view(count, c).unbind(), rest.view(count, n, groups).unbind()
+def split_values(buffer: Tensor, count: int, n: int, c: int, groups: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return views of ``count`` values of each feature, ``[C]``, and of each sample and group, ``[N, groups]``."""
+    features, pairs = buffer[: count * c], buffer[count * c : count * (c + n * groups)]
+    return features.view(count, c).unbind(), pairs.view(count, n, groups).unbind()

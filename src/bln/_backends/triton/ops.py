@@ -1,8 +1,8 @@
 """Training under ``torch.compile``: the kernels as operators of torch.
 
-The grouped form is kernels for what is reduced over samples, and operators for all else. A compiler looks into these:
-it launches the kernels itself, and fuses the maps and the sums of backward with the layer's neighbours. The published
-form is one operator forward and one backward.
+The grouped form launches kernels that reduce, and leaves the maps and the sums of backward to plain operators. The
+compiler sees into its operators: it launches the kernels itself, and fuses the rest with the layer's neighbours. The
+published form is one opaque operator forward and one backward.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch._subclasses import FakeTensor
 from ..._spec import Spec
 from ...formula import Statistics
 from ..coefficients import broadcast
-from . import population as kernels_of_population
+from . import population as population_kernels
 from . import published
 from .functions import prepared
-from .grouped import NO_POPULATION, Plan, joining, parts
+from .grouped import NO_POPULATION, Plan, join_launch, split_values
 from .launch import INTERPRETED, Launch, Shape, like, new, on_its_device, stream_of, typed
 from .primitives import POPULATION
 
@@ -31,17 +31,17 @@ def train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec,
     update: Update,
 ) -> tuple[Tensor, Statistics | None]:  # fmt: skip
-    """``y`` and the statistics of the mini-batch; none in the grouped form, which updates the population itself."""
+    """Return ``y``, and the mini-batch's statistics unless the form is grouped, which updates the population itself."""
     numbers = float(spec.eps), float(spec.mix_eps), bool(spec.dim_scale)
     if spec.groups is None:
-        y, *found = torch.ops.bln.train(x, gamma, beta, mask, channel_dim, spec.per_position, *numbers)
-        return y, published.Plan.statistics(x, mask, channel_dim, spec, [value.detach() for value in found])
-    y, found = _train(x, gamma, beta, channel_dim, spec.groups, *numbers)
+        y, *saved = torch.ops.bln.train(x, gamma, beta, mask, channel_dim, spec.per_position, *numbers)
+        return y, published.Plan.statistics(x, mask, channel_dim, spec, [value.detach() for value in saved])
+    y, statistics = _train(x, gamma, beta, channel_dim, spec.groups, *numbers)
     if update is not None:
         population, momentum = update
         buffers = [getattr(population, name) for name in POPULATION]
         positions = x.numel() // (x.shape[0] * x.shape[channel_dim])
-        _update(found.detach(), *buffers, -1.0 if momentum is None else float(momentum), x.shape[0], positions)
+        _update(statistics.detach(), *buffers, -1.0 if momentum is None else float(momentum), x.shape[0], positions)
     return y, None
 
 
@@ -49,7 +49,7 @@ def train(
 
 
 def _operator(name: str, mutates_args: tuple[str, ...] = ()) -> Any:
-    """An operator that a compiler looks into; the interpreter's kernels no compiler can look into."""
+    """Return a decorator that registers an operator the compiler sees into; opaque with the interpreter's kernels."""
     if not INTERPRETED:
         return torch.library.triton_op(name, mutates_args=mutates_args)
 
@@ -62,19 +62,19 @@ def _operator(name: str, mutates_args: tuple[str, ...] = ()) -> Any:
 
 
 def _launch(launch: Launch, *pointers: Tensor | None) -> None:
-    """Launch so that a compiler sees it; the interpreter leaves out tensors without values."""
+    """Launch visibly to the compiler; under the interpreter, skip fake tensors."""
     kernel = launch.kernel if INTERPRETED else torch.library.wrap_triton(launch.kernel)
     if not (INTERPRETED and isinstance(pointers[0], FakeTensor)):
-        kernel[(launch.programs,)](*pointers, *launch.numbers, **launch.constants, **launch.options)
+        kernel[(launch.programs,)](*pointers, *launch.scalars, **launch.constexprs, **launch.options)
 
 
-def _sum(
-    buffer: Tensor, count: int, at: int, x: Tensor, channel_dim: int, groups: int, gamma: Tensor | None = None
+def _coefficient(
+    buffer: Tensor, count: int, which: int, x: Tensor, channel_dim: int, groups: int, gamma: Tensor | None = None
 ) -> Tensor:
-    """One of ``count`` values of each feature plus that of its sample and group, times gamma, to broadcast on ``x``."""
+    """Return one of ``count`` values of each feature plus that of its pair, times gamma, shaped to broadcast."""
     n, c = x.shape[0], x.shape[channel_dim]
-    of_features, of_groups = parts(buffer, count, n, c, groups)
-    total = of_features[at] + of_groups[at][..., None].expand(-1, -1, c // groups).reshape(n, c)
+    features, pairs = split_values(buffer, count, n, c, groups)
+    total = features[which] + pairs[which][..., None].expand(-1, -1, c // groups).reshape(n, c)
     return broadcast(total if gamma is None else gamma.float() * total, x, channel_dim)
 
 
@@ -83,43 +83,42 @@ def _train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, channel_dim: int, groups: int,
     eps: float, mix_eps: float, dim_scale: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``y``, and the buffer of statistics that ``affine`` describes."""
-    lying = x
-    shape = Shape.of(x, channel_dim)
+    """Return ``y``, and the buffer ``statistics`` that ``affine`` describes."""
+    dense, shape = x, Shape.of(x, channel_dim)
     if shape is None:
-        lying = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
-        shape = Shape.of(lying, channel_dim)
+        dense = x.movedim(channel_dim, -1).contiguous().movedim(-1, channel_dim)
+        shape = Shape.of(dense, channel_dim)
     assert shape is not None
     plan = Plan(shape, x.element_size(), Spec(groups, False, eps, mix_eps, dim_scale), False, None)
-    found, partial = new(x, plan.partial), new(x, plan.statistics_size - plan.partial)
-    _launch(plan.measure, lying, None, found, partial, None)
-    _launch(plan.join, found, partial, None, *NO_POPULATION)
-    where = x, channel_dim, groups, gamma
-    b = -_sum(found[4:], 4, 3, *where)
+    statistics, partial = new(x, plan.partial_at), new(x, plan.forward_size - plan.partial_at)
+    _launch(plan.measure, dense, None, statistics, partial, None)
+    _launch(plan.join, statistics, partial, None, *NO_POPULATION)
+    common = x, channel_dim, groups, gamma
+    b = -_coefficient(statistics[4:], 4, 3, *common)
     b = b if beta is None else b + broadcast(beta.float(), x, channel_dim)
-    return (_sum(found[4:], 4, 2, *where) * x.float() + b).to(x.dtype), found
+    return (_coefficient(statistics[4:], 4, 2, *common) * x.float() + b).to(x.dtype), statistics
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, gamma, beta, *ctx.options = inputs
     ctx.beta_type = None if beta is None else beta.dtype
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, gamma, output[1])
 
 
-def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """``dx = a dy + c1 x + c0``, and the gradients of gamma and beta."""
-    x, gamma, found = ctx.saved_tensors
+def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    """Return ``dx = a dy + c1 x + c0``, and the gradients of gamma and beta."""
+    x, gamma, statistics = ctx.saved_tensors
     channel_dim, groups, *numbers = ctx.options
     n, c = x.shape[0], x.shape[channel_dim]
-    over = [at for at in range(1, x.dim()) if at != channel_dim]
+    positions = [dim for dim in range(1, x.dim()) if dim != channel_dim]
     g, v = dy.float(), x.float()
-    centred = v - broadcast(found[4 : 4 + c], x, channel_dim)
-    shares, gradients = _join_backward(
-        g.sum(over), (g * centred).sum(over), found, gamma, x.numel() // (n * c), groups, *numbers
-    )
-    where = x, channel_dim, groups
-    dx = _sum(found[4:], 4, 2, *where, gamma) * g - _sum(shares, 2, 0, *where) * v + _sum(shares, 2, 1, *where)
+    centred = v - broadcast(statistics[4 : 4 + c], x, channel_dim)
+    sums, dots = g.sum(positions), (g * centred).sum(positions)
+    dx_terms, gradients = _join_backward(sums, dots, statistics, gamma, x.numel() // (n * c), groups, *numbers)
+    common = x, channel_dim, groups
+    dx = _coefficient(statistics[4:], 4, 2, *common, gamma) * g - _coefficient(dx_terms, 2, 0, *common) * v
+    dx = dx + _coefficient(dx_terms, 2, 1, *common)
     d_gamma = None if gamma is None else gradients[0].to(gamma.dtype)
     d_beta = None if ctx.beta_type is None else gradients[1].to(ctx.beta_type)
     return dx.to(x.dtype), d_gamma, d_beta, *[None] * 5
@@ -127,29 +126,29 @@ def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 @_operator("bln::join_backward")
 def _join_backward(
-    sums: Tensor, dots: Tensor, found: Tensor, gamma: Tensor | None, p: int, groups: int,
+    sums: Tensor, dots: Tensor, statistics: Tensor, gamma: Tensor | None, p: int, groups: int,
     eps: float, mix_eps: float, dim_scale: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What ``dx`` takes besides ``a``, and the gradients of gamma and beta, from sums over positions."""
+    """Return ``affine``'s ``dx_terms``, and the gradients of gamma and beta, from sums over positions."""
     n, c = sums.shape
-    shares, gradients = new(sums, 2 * (c + n * groups)), new(sums, 2, c)
-    join = joining("join_backward", Spec(groups, False, eps, mix_eps, dim_scale), n, c, p, 1, 1)
-    _launch(join, shares, sums.contiguous(), dots.contiguous(), None, found, gamma, gradients)
-    return shares, gradients
+    dx_terms, gradients = new(sums, 2 * (c + n * groups)), new(sums, 2, c)
+    join = join_launch("join_backward", Spec(groups, False, eps, mix_eps, dim_scale), n, c, p, 1, 1)
+    _launch(join, dx_terms, sums.contiguous(), dots.contiguous(), None, statistics, gamma, gradients)
+    return dx_terms, gradients
 
 
-_train.register_autograd(_differentiate, setup_context=_keep)
+_train.register_autograd(_backward, setup_context=_setup_context)
 
 
 @_operator("bln::update_population", mutates_args=POPULATION)
 def _update(
-    found: Tensor, batch_mean: Tensor, batch_var: Tensor, feature_mean: Tensor, feature_var: Tensor, inverse_m: Tensor,
-    updates: Tensor, samples: Tensor, momentum: float, n: int, p: int,
+    statistics: Tensor, batch_mean: Tensor, batch_var: Tensor, feature_mean: Tensor, feature_var: Tensor,
+    inverse_m: Tensor, updates: Tensor, samples: Tensor, momentum: float, n: int, p: int,
 ) -> None:  # fmt: skip
-    """Average the population with a mini-batch."""
+    """Average a mini-batch into the population."""
     population = batch_mean, batch_var, feature_mean, feature_var, inverse_m, updates, samples
-    numbers = momentum, n, batch_mean.shape[0], p, feature_mean.shape[0]
-    _launch(Launch(kernels_of_population.update_unmasked, 1, numbers, {}), found, *population)
+    scalars = momentum, n, batch_mean.shape[0], p, feature_mean.shape[0]
+    _launch(Launch(population_kernels.update_unmasked, 1, scalars, {}), statistics, *population)
 
 
 # ---- the published form
@@ -162,9 +161,9 @@ def _train_published(
     eps: float, mix_eps: float, dim_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     spec = Spec(None, per_position, eps, mix_eps, dim_scale)
-    seen, _, plan = prepared(x, gamma, beta, mask, channel_dim, spec)
-    y, (mean, var, rows, weights) = plan.train(stream_of(plan.device), (seen, gamma, beta, None, mask), None)
-    return like(y, x), mean, var, rows, weights
+    prepared_x, _, plan = prepared(x, gamma, beta, mask, channel_dim, spec)
+    y, saved = plan.train(stream_of(plan.device), (prepared_x, gamma, beta, None, mask), None)
+    return like(y, x), *saved
 
 
 @torch.library.custom_op("bln::train_backward", mutates_args=())
@@ -174,10 +173,10 @@ def _train_published_backward(
     rows: Tensor, weights: Tensor, channel_dim: int, per_position: bool, eps: float, mix_eps: float, dim_scale: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     spec = Spec(None, per_position, eps, mix_eps, dim_scale)
-    seen, _, plan = prepared(x, gamma, beta, mask, channel_dim, spec)
-    tensors, found = (seen, gamma, beta, None, mask), [mean, var, rows, weights]
-    dx, gradients, _ = plan.backward(stream_of(plan.device), like(dy, seen), tensors, found)
-    return like(dx, x), gradients.clone()  # no view: a compiler trusts in where outputs begin
+    prepared_x, _, plan = prepared(x, gamma, beta, mask, channel_dim, spec)
+    tensors, saved = (prepared_x, gamma, beta, None, mask), [mean, var, rows, weights]
+    dx, gradients, _ = plan.backward(stream_of(plan.device), like(dy, prepared_x), tensors, saved)
+    return like(dx, x), gradients.clone()  # no view: the compiler relies on the storage offset of outputs
 
 
 @_train_published.register_fake
@@ -194,15 +193,15 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((2, rest[4].shape[-1]), dtype=torch.float32)
 
 
-def _keep_published(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context_published(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:4], *output[1:])
-    ctx.rest = inputs[4:]
+    ctx.options = inputs[4:]
 
 
-def _differentiate_published(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    x, gamma, beta, mask, *found = ctx.saved_tensors
-    dx, gradients = torch.ops.bln.train_backward(x, dy, gamma, beta, mask, *found, *ctx.rest)
+def _backward_published(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    x, gamma, beta, mask, *saved = ctx.saved_tensors
+    dx, gradients = torch.ops.bln.train_backward(x, dy, gamma, beta, mask, *saved, *ctx.options)
     return dx, typed(gradients[0], gamma), typed(gradients[1], beta), *[None] * 6
 
 
-_train_published.register_autograd(_differentiate_published, setup_context=_keep_published)
+_train_published.register_autograd(_backward_published, setup_context=_setup_context_published)

@@ -1,4 +1,12 @@
-"""Functions of several kernels: addresses, Chan's formula, the weights of eq 16, eqs 18-21."""
+"""Functions shared by the kernels: tiles, masks, Chan's formula, eq 16's weights, eqs 18-21; names used by all.
+
+- ``N``, ``C``, ``P``: samples, features and positions; ``n``, ``c``, ``p`` index them, shaped to broadcast in a tile.
+- ``BN``, ``BC``, ``BP``: how many of them a tile has. Each thread can load ``VEC`` values at a time.
+- ``inside``: within bounds; ``valid``: within bounds and not hidden by the mask. ``offs``: offsets to a pointer.
+- ``count``, ``mean``, ``squares``: moments of a set; ``squares`` sums squared deviations from the mean (Welford's M2).
+- ``_B``, ``_F``: of batch and of feature statistics: ``mean_B``, ``w_F`` (eq 16), ``r_B = 1 / sqrt(var_B + eps)``.
+- ``v``, ``g``: values of ``x`` and of ``dy``, in float32; ``wdy`` is ``gamma * dy``.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +17,12 @@ import triton.language as tl
 
 POPULATION = ("batch_mean", "batch_var", "feature_mean", "feature_var", "inverse_m", "updates", "samples")
 
-# One compiled kernel is for all sizes, and for parameters and populations that lie anywhere in memory.
+# Without specialization one compiled kernel serves all sizes, and parameters and populations of any alignment.
 kernel = partial(
     triton.jit,
     do_not_specialize=[
-        "N", "C", "P", "R", "W", "Q", "S", "M", "m", "entries", "known", "programs", "run", "splits", "count_splits",
-        "groups",
+        "N", "C", "P", "R", "W", "Q", "S", "M", "m", "entries", "positions", "programs", "chunk", "splits",
+        "count_splits", "groups",
     ],
     do_not_specialize_on_alignment=[*POPULATION, "gamma", "beta"],
 )  # fmt: skip
@@ -22,13 +30,13 @@ kernel = partial(
 
 @triton.jit
 def load(pointers, mask, other=0.0):
-    """Load in float32."""
+    """Load as float32."""
     return tl.load(pointers, mask=mask, other=other).to(tl.float32)
 
 
 @triton.jit
 def indices(block, BC: tl.constexpr, BP: tl.constexpr, CHANNELS_FIRST: tl.constexpr):
-    """Features and positions of a tile, the contiguous ones along its last axis."""
+    """Return the features of a block and positions from 0; the contiguous ones run along the last axis."""
     if CHANNELS_FIRST:
         c, p = block * BC + tl.arange(0, BC)[:, None], tl.arange(0, BP)[None, :]
     else:
@@ -37,8 +45,8 @@ def indices(block, BC: tl.constexpr, BP: tl.constexpr, CHANNELS_FIRST: tl.conste
 
 
 @triton.jit
-def extents(C, P, CHANNELS_FIRST: tl.constexpr, VEC: tl.constexpr):
-    """``C`` and ``P``; the compiler learns that the contiguous one is a multiple of ``VEC``."""
+def divisible(C, P, CHANNELS_FIRST: tl.constexpr, VEC: tl.constexpr):
+    """Return ``C`` and ``P`` unchanged, but tell the compiler that the contiguous one is a multiple of ``VEC``."""
     if CHANNELS_FIRST:
         P = P // VEC * VEC
     else:
@@ -48,64 +56,64 @@ def extents(C, P, CHANNELS_FIRST: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def offsets(c, p, C, P, CHANNELS_FIRST: tl.constexpr):
-    """Offsets of values inside a sample."""
+    """Return offsets within a sample."""
     return c * P + p if CHANNELS_FIRST else p * C + c
 
 
 @triton.jit
-def is_real(mask, row, exists):
-    """Mark the rows, each a sample at a position, that exist and are not hidden."""
+def is_valid(mask, row, inside):
+    """Return which rows, each a sample at a position, are inside and not hidden; ``mask`` is ``[N * P]`` bytes."""
     if mask is not None:
-        exists = exists & (tl.load(mask + row, mask=exists, other=0) != 0)
-    return exists
+        inside = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
+    return inside
 
 
 @triton.jit
-def counted(counts, n, real, N, splits):
-    """Real positions of samples, counted in each of several ranges."""
-    size = tl.zeros(n.shape, tl.float32)
+def sum_counts(counts, n, inside, N, splits):
+    """Return how many valid positions samples have; ``counts`` is ``[splits, N]``."""
+    count = tl.zeros(n.shape, tl.float32)
     for split in range(splits):
-        size += load(counts + split * N + n, real)
-    return size
+        count += load(counts + split * N + n, inside)
+    return count
 
 
 @triton.jit
-def absorb(count, mean, squares, part_count, part_mean, part_squares):
-    """Chan's formula: what lanes have seen so far, together with another part each."""
-    total = count + part_count
-    share = part_count / tl.maximum(total, 1.0)
-    moved = part_mean - mean
-    return total, mean + moved * share, squares + part_squares + moved * moved * count * share
+def combine(count, mean, squares, other_count, other_mean, other_squares):
+    """Combine two sets of moments elementwise, by Chan's formula."""
+    total = count + other_count
+    share = other_count / tl.maximum(total, 1.0)
+    delta = other_mean - mean
+    return total, mean + delta * share, squares + other_squares + delta * delta * count * share
 
 
 @triton.jit
-def gather(count, mean, squares, AXIS: tl.constexpr):
-    """Count, mean and squares of all lanes along an axis together, by Chan's formula."""
+def reduce(count, mean, squares, AXIS: tl.constexpr):
+    """Combine all moments along an axis, by Chan's formula."""
     total = tl.sum(count, AXIS)
-    joined = tl.sum(count * mean, AXIS) / tl.maximum(total, 1.0)
-    apart = mean - tl.expand_dims(joined, AXIS)
-    return total, joined, tl.sum(squares + count * apart * apart, AXIS)
+    common = tl.sum(count * mean, AXIS) / tl.maximum(total, 1.0)
+    delta = mean - tl.expand_dims(common, AXIS)
+    return total, common, tl.sum(squares + count * delta * delta, AXIS)
 
 
 @triton.jit
-def mixing(inverse, mix_eps, scale):
-    """The weights of eqs 16 and 24; a compiler may hand on numbers as float64."""
+def mixing(inv_m, mix_eps, scale):
+    """Return ``w_B`` and ``w_F`` (eqs 16 and 24). The casts are for compilers that pass numbers as float64."""
     mix_eps, scale = tl.cast(mix_eps, tl.float32), tl.cast(scale, tl.float32)
-    return scale * (1 - (inverse + mix_eps)), scale * (inverse - mix_eps)
+    return scale * (1 - (inv_m + mix_eps)), scale * (inv_m - mix_eps)
 
 
 @triton.jit
-def between(prior, kept, own, m):
-    """The population's value, the current one, or a mean of both; the population's share is ``k / (k + m)``."""
+def chosen(prior, population, current, m):
+    """Return one statistic at a prior strength ``k``: the population's share is ``k / (k + m)``."""
     finite = tl.where(prior < float("inf"), tl.cast(prior, tl.float32), 0.0)
     share = finite / (finite + m)
-    mixed = share * kept + (1 - share) * own
-    return tl.where(prior < float("inf"), tl.where(prior > 0, mixed, own), kept)
+    mixed = share * population + (1 - share) * current
+    return tl.where(prior < float("inf"), tl.where(prior > 0, mixed, current), population)
 
 
 @triton.jit
-def shrink(prior_mean, prior_var, kept_mean, kept_var, own_mean, own_var, m):
-    """Eqs 18-21: a mean and a variance of inference; a current variance is around the mean that was chosen."""
-    mean = between(prior_mean, kept_mean, own_mean, m)
-    own_var += (own_mean - mean) * (own_mean - mean)
-    return mean, between(prior_var, kept_var, own_var, m)
+def choose(prior_mean, prior_var, population_mean, population_var, current_mean, current_var, m):
+    """Return mean and variance of inference (eqs 18-21); a current variance is taken around the chosen mean."""
+    mean = chosen(prior_mean, population_mean, current_mean, m)
+    current_var += (current_mean - mean) * (current_mean - mean)
+    return mean, chosen(prior_var, population_var, current_var, m)

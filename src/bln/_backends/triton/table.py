@@ -1,4 +1,4 @@
-"""The launch table: tiles and options of the kernels over an input, as benchmarks/tune.py prints them on an H200."""
+"""The launch table: tile sizes and options of kernels over an input, printed by benchmarks/tune.py on an H200."""
 
 from __future__ import annotations
 
@@ -8,32 +8,24 @@ from typing import NamedTuple
 class Grouped(NamedTuple):
     """A row for a kernel of ``affine``."""
 
-    values: int
-    """In a tile."""
-    width: int
-    """Of a tile along the contiguous axis, in bytes, unless the axis is shorter."""
+    values: int  # of a tile
+    width_bytes: int  # of a tile along the contiguous axis, unless the axis is shorter
     warps: int
-    stages: int
-    """Tiles under way at a time."""
-    run: int
-    """Values that a program handles: whole tiles, as many as there are positions for."""
+    stages: int  # tiles loaded ahead
+    chunk: int  # values of a program, rounded down to whole tiles
 
 
 class Published(NamedTuple):
     """A row for a kernel of ``two_pass`` or ``persistent``."""
 
-    values: int
-    """In a tile, if there are so few features."""
-    each: int
-    """Values for a thread."""
-    stages: int
-    """Tiles under way at a time."""
-    samples: int
-    """A program handles at least so many samples."""
+    values: int  # of a tile, unless its features are more
+    per_thread: int  # values of a thread, which sets the warps
+    stages: int  # tiles loaded ahead
+    min_samples: int  # of a program
 
 
 SHORT = 256
-"""An input with fewer positions has rows of its own in the grouped form."""
+"""Inputs with fewer positions have rows of their own in the grouped form."""
 
 GROUPED = {
     # kernel, channels first, fewer than SHORT positions
@@ -55,11 +47,11 @@ GROUPED = {
     ("apply_backward", True, True): Grouped(1024, 256, 4, 3, 65536),
 }
 
-PUBLISHED = {
+PUBLISHED = {  # the first four of two_pass, the last two of persistent
     "measure": Published(4096, 16, 3, 8),
     "normalize": Published(4096, 16, 3, 4),
     "measure_backward": Published(2048, 8, 3, 8),
-    "differentiate": Published(2048, 8, 3, 4),
+    "normalize_backward": Published(2048, 8, 3, 4),
     "forward": Published(4096, 32, 1, 0),
     "backward": Published(4096, 16, 1, 0),
 }

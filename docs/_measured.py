@@ -75,10 +75,11 @@ def _gain(found: sizes.Results) -> str:
     behind = {norm: max(top - mean for top, mean in zip(best, means[norm], strict=True)) for norm in norms}
     ours, *others = (number(points, digits=1) for points in behind.values())
     rivals = ", ".join(f"{sizes.name(norm)} {points}" for norm, points in zip(norms[1:], others, strict=True))
-    claim = "**No batch size to avoid.** " if behind[sizes.OURS] == min(behind.values()) else ""
+    stands = sizes.standings(found)
+    claim = "**No batch size to avoid.** " if all(each.verdict in ("ahead", "level") for each in stands) else ""
     return (
         f"{claim}At batch {_listed(found.sizes)} BLN is at most **{ours}** points of accuracy behind the best norm; "
-        f"{rivals}. {_stands(sizes.standings(found))}"
+        f"{rivals}. {_stands(stands)}"
     )
 
 

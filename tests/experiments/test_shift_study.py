@@ -199,7 +199,7 @@ def test_the_report_averages_what_the_results_say(asked, tmp_path):
     assert results.accuracy("bn", "16", 4).mean == pytest.approx(expected)
     assert results.accuracy("bn", "T", 4).mean == results.accuracy("bn", "T", 1).mean
     best = max(CONFIGURATIONS, key=lambda name: results.accuracy("bn", name, 4, report.VALIDATION).mean)
-    assert results.accuracy("bn", results.chosen("bn", 4), 4, report.VALIDATION).mean == pytest.approx(
+    assert results.accuracy("bn", results.best_on_validation("bn", 4), 4, report.VALIDATION).mean == pytest.approx(
         results.accuracy("bn", best, 4, report.VALIDATION).mean
     )
     path = report.write(results, tmp_path / "report")

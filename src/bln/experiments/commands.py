@@ -28,7 +28,7 @@ from . import reproduce as sweep
 from .remaining import TimeLeft
 from .report import shift as shift_report
 from .report import sizes as sizes_report
-from .report.sizes import WORDS
+from .report.sizes import WORDING
 from .report.summary import TASKS as PAPERS
 from .report.summary import collect
 from .runs import Settings
@@ -215,7 +215,7 @@ def report(
     writers: dict[str, Callable[[Path, Path], None]] = {}
     if tasks & set(PAPERS):
         writers[""] = _report_paper
-    writers |= {words.folder: partial(_report_sizes, task=name) for name, words in WORDS.items() if name in tasks}
+    writers |= {words.folder: partial(_report_sizes, task=name) for name, words in WORDING.items() if name in tasks}
     if "shift" in tasks:
         writers["shift"] = _report_shift
     if not writers:
@@ -311,7 +311,7 @@ def _report_paper(path: Path, out: Path) -> None:
 def _report_shift(path: Path, out: Path) -> None:
     results = shift_report.read(path)
     console = Console()
-    console.print(shift_report.table(results))
+    console.print(shift_report.rich_table(results))
     console.print(f"report: {shift_report.write(results, out)}", soft_wrap=True)
 
 
@@ -352,7 +352,7 @@ def _run_sizes(
 def _report_sizes(path: Path, out: Path, task: str | None = None) -> None:
     found, console = [each for each in sizes_report.read(path) if task in (None, each.task)], Console()
     page = sizes_report.write(found, out)
-    console.print(sizes_report.lines(found))
+    console.print(sizes_report.rich_table(found))
     console.print(f"report: {page}", soft_wrap=True)
 
 

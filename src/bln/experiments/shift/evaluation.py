@@ -26,6 +26,11 @@ def arrange(labels: Tensor, arrangement: str, seed: int) -> Tensor:
     return order if arrangement == "shuffled" else order[labels[order].argsort(stable=True)]
 
 
+def asked_sizes(sizes: Sequence[int], arrangement: str) -> list[int]:
+    """Return the request sizes of an arrangement. Requests of one image need no second arrangement."""
+    return [size for size in sizes if size > 1 or arrangement == "shuffled"]
+
+
 @torch.no_grad()
 def accuracies(
     net: nn.Module, inputs: Tensor, labels: Tensor, sizes: Sequence[int], configurations: Mapping[str, str]

@@ -32,7 +32,7 @@ from ..sizes.training import Run, Training, finish, split
 from ..table import Row
 from ..tasks import Part
 from . import choice, corruptions
-from .evaluation import CONFIGURATIONS, SIZES, accuracies, arrange
+from .evaluation import CONFIGURATIONS, SIZES, accuracies, arrange, asked_sizes
 
 CPU = torch.device("cpu")
 NORMS = ("bn", "bln-grouped", "gn", "ln")
@@ -194,11 +194,6 @@ def with_bln(net: nn.Module) -> nn.Module:
     if any("BatchNorm" in type(module).__name__ for module in net.modules()):
         bln.convert(net)
     return net
-
-
-def asked_sizes(sizes: Sequence[int], arrangement: str) -> list[int]:
-    """Return the request sizes of an arrangement. A request of one image has only one."""
-    return [size for size in sizes if size > 1 or arrangement == "shuffled"]
 
 
 def images(condition: Condition, questions: Questions, run: Run, cifar: DataSet) -> Part:

@@ -54,7 +54,7 @@ def _code(source: str) -> Iterator[str]:
 
 def _start(node: ast.stmt) -> int:
     """Return the first line of a statement, its decorators included."""
-    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))]) - 1
 
 
 def _main(node: ast.FunctionDef, source: str) -> Iterator[str]:

@@ -138,7 +138,7 @@ def test_a_study_that_was_killed_goes_on_and_ends_the_same(cifar, tmp_path, monk
 
 def test_training_that_was_killed_ends_with_the_same_weights(cifar, tmp_path, monkeypatch):
     net, _ = study.train(NETS[0], tmp_path / "whole", tmp_path)
-    monkeypatch.setattr(training, "_KEEP", 0.0)
+    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
 
     def killed(done):
         if done > 0.5:

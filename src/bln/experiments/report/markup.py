@@ -122,7 +122,7 @@ def listed(words: Sequence[object]) -> str:
 
 
 def save(path: Path, text: str, plots: Iterable[Plot]) -> Path:
-    """Write a page and, in ``figures/`` beside it, its figures as PNG and SVG; return the page's path."""
+    """Write a page, and its figures to the folder ``figures`` as PNG and SVG; return the page's path."""
     figures = path.parent / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for plot in plots:

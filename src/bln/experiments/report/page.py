@@ -181,7 +181,7 @@ def _differences(summary: Summary, task: str, protocol: str, show: Show) -> Iter
             if not (ended(summary, setting, "bln") and ended(summary, setting, rival)):
                 continue
             differences = [difference(summary, setting, "bln", rival, measure) for measure in MEASURES]
-            estimates, diverged = [each.estimate for each in differences], differences[0].diverged
+            estimates, diverged = [measured.estimate for measured in differences], differences[0].diverged
             pairs = estimates[0].n + diverged
             remark = f"{diverged} of {pairs} with a run that diverged" if diverged else str(pairs)
             cells = [estimate.text(signed=True) if estimate.n else "" for estimate in estimates]
@@ -262,7 +262,7 @@ def _configuration_table(summary: Summary, setting: Setting, title: str) -> Html
 
 
 def _nan_last(loss: float) -> float:
-    """Return a key that sorts NaN behind all numbers."""
+    """Return a key for sorting that puts NaN last."""
     return math.inf if math.isnan(loss) else loss
 
 

@@ -288,9 +288,9 @@ def read(path: Path) -> list[Results]:
 # ---- the page
 
 
-def write(found: Sequence[Results], folder: Path) -> Path:
+def write(nets: Sequence[Results], folder: Path) -> Path:
     """Write ``report.html`` and its figures; return the page's path."""
-    drawn = [(results, plots(results)) for results in found]
+    drawn = [(results, plots(results)) for results in nets]
     body = join([part for results, its_plots in drawn for part in _page(results, its_plots)])
     page = document("Accuracy against batch size", body)
     return save(folder / "report.html", page, [plot for _, its_plots in drawn for plot in its_plots])
@@ -440,7 +440,7 @@ def _cost_table(results: Results) -> Html:
 def _tried(results: Results, norm: str, size: int) -> str:
     """List the learning rates tried, and say if the chosen one is the smallest or largest."""
     tried, rate = results.tried(norm, size), results.rate(norm, size)
-    words = ", ".join(f"{each:g}" for each in tried)
+    words = ", ".join(f"{tried_rate:g}" for tried_rate in tried)
     at_edge = len(tried) > 1 and rate in (tried[0], tried[-1])
     return words + (" (at the edge)" if at_edge else "")
 
@@ -472,14 +472,14 @@ def recipe(results: Results) -> str:
 # ---- the terminal
 
 
-def rich_table(found: Sequence[Results]) -> Group:
+def rich_table(nets: Sequence[Results]) -> Group:
     """Return the results in short, for rich to print; conclusions come last."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     parts: list[Table | Text] = []
-    for results in found:
+    for results in nets:
         accuracies = Table(title=f"Test accuracy, {results.title}", title_justify="left")
         for head in ("", *(f"batch {size}" for size in results.sizes)):
             accuracies.add_column(head)

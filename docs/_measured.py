@@ -9,7 +9,6 @@ import csv
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from bln.experiments import table as runs_table
 from bln.experiments.report import page, shift, sizes
-from bln.experiments.report.claims import CLAIMS, ClaimPart, Verdict, judge, overall, tally
+from bln.experiments.report.claims import CLAIMS, PROTOCOLS, ClaimPart, Verdict, judge, outcome, overall, tally
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, ended
 from bln.experiments.report.markup import listed
 from bln.experiments.report.markup import markdown as table
@@ -74,7 +73,7 @@ def _gain(net: sizes.Results) -> str:
     rivals = ", ".join(f"{sizes.name(norm)} {points}" for norm, points in zip(norms[1:], others, strict=True))
     claim = "**No batch size to avoid.** " if behind[sizes.OURS] == min(behind.values()) else ""
     return (
-        f"{claim}At its worst of batch {listed(net.sizes)} BLN is **{ours}** points behind the most accurate; "
+        f"{claim}At batch {listed(net.sizes)} BLN is at most **{ours}** points of accuracy behind the best norm; "
         f"{rivals}. {_stands(sizes.standings(net))}"
     )
 
@@ -143,11 +142,12 @@ def standings(net: sizes.Results) -> str:
             str(stand.size),
             sizes.name(stand.rival),
             stand.difference.times(100).text(signed=True, digits=1),
+            str(stand.difference.n),
             stand.verdict + (f"; {stand.needed()}" if stand.verdict == "undecided" else ""),
         ]
         for stand in sizes.standings(net)
     ]
-    return table(["batch", "best other norm", "difference, points", f"{sizes.name(net.ours)} is"], rows)
+    return table(["batch", "best other norm", "difference, points", "seeds", f"{sizes.name(net.ours)} is"], rows)
 
 
 def resnet(results: Path) -> str:
@@ -217,16 +217,11 @@ def _summary(results: Path) -> Summary:
 
 def claims(results: Path) -> str:
     """Return a line for each protocol that counts the parts of the paper's claims by verdict."""
-    how = {"paper": "As the authors did it", "clean": "With mini-batches drawn anew each epoch"}
-    summary, lines = _summary(results), []
-    for protocol in summary.protocols("cnn", "rnn"):
-        counts = Counter(part.verdict for part in judge(summary, protocol))
-        reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
-        lines.append(
-            f"- **{how[protocol]}** (`{protocol}`): of {counts.total()} parts of the claims {reproduced} are "
-            f"reproduced, {refuted} are not, and {undecided} are undecided for want of runs."
-        )
-    return "\n".join(lines)
+    summary = _summary(results)
+    return "\n".join(
+        f"- **{PROTOCOLS[protocol]}** (`{protocol}`): {outcome(judge(summary, protocol))}"
+        for protocol in summary.protocols("cnn", "rnn")
+    )
 
 
 def verdicts(results: Path) -> str:

@@ -382,7 +382,7 @@ def test_frozen_the_activation_stays_where_it_was(activation):
     _, report = bln.freeze(net, report=True)
     assert report.folded == {"1": "into 0"}
     assert list(report.kept) == ["3"]
-    assert report.kept["3"].endswith(f"what stands behind it takes its {activation}")
+    assert report.kept["3"].endswith(f"its {activation} stands between it and what comes after")
     assert isinstance(net[1], kind)
     assert repr(net[3]) == f"Affine((6,), activation={activation})"
     torch.testing.assert_close(net(x), expected)
@@ -449,7 +449,7 @@ WRONG_SHAPES = [(5, 6, 1), (1, 6, 4), (6, 4), (5, 6, 4, 1), ()]
     "given", ["tanh", "ReLU", "", nn.ReLU(), F.relu, True], ids=lambda given: getattr(given, "__name__", str(given))
 )
 def test_an_activation_that_is_not_known_is_refused_with_the_ways_out(make, given):
-    with pytest.raises(ValueError, match=r"None or one of 'relu', 'silu', 'gelu', got .*put its module behind"):
+    with pytest.raises(ValueError, match=r"None or one of 'relu', 'silu', 'gelu', got .*put its module after"):
         make(given)
 
 

@@ -1,6 +1,8 @@
 """What is said of installing holds: commands, extras, versions."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -36,6 +38,14 @@ def test_every_command_installs_what_can_be_had():
 def test_the_page_says_what_an_extra_takes(extra):
     assert f"| `{extra}` |" in (ROOT / "docs/install.md").read_text(encoding="utf-8")
     assert extra in PROJECT["optional-dependencies"]
+
+
+@pytest.mark.parametrize(("framework", "library"), [("keras", "keras"), ("flax", "jax")])
+def test_a_framework_that_is_missing_is_named_without_numpy_too(framework, library):
+    """Torch alone brings no NumPy."""
+    script = f"import sys; sys.modules.update(dict.fromkeys(['numpy', '{library}'])); import bln.{framework}"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1].endswith(install(framework))
 
 
 @pytest.mark.parametrize(

@@ -609,7 +609,7 @@ class TestBadInput:
 
     def test_other_images_are_not_told_to_be_sequences(self):
         layer = BatchLayerNorm(3, position_shape=(8, 8))
-        with pytest.raises(ValueError, match=r"Ways out: \(1\) per_position=False.*\(2\) pad or crop"):
+        with pytest.raises(ValueError, match=r"Ways out: \(1\) per_position=False.*groups=8.*\(2\) pad or crop"):
             layer(torch.randn(4, 3, 5, 5))
         layer = BatchLayerNorm(3)
         layer(torch.randn(4, 3))

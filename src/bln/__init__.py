@@ -9,14 +9,15 @@ torch.Size([25, 16, 8, 8])
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers; what _HOME says, a test compares them
+if TYPE_CHECKING:  # the names of _HOME once more; a test compares the two lists
     from . import callbacks, functional
     from ._models.adapt import Adaptation, adapt
     from ._models.affine import Affine
-    from ._models.calibrate import average_statistics, calibrate, configure, layers, reset_statistics
+    from ._models.calibrate import average_statistics, calibrate
     from ._models.convert import convert, load_pretrained
     from ._models.freeze import FreezeReport, freeze
     from ._models.insert import insert
+    from ._models.layers import configure, layers, reset_statistics
     from ._models.padding import padding
     from ._search.rank import search
     from ._search.result import SearchResult
@@ -54,21 +55,22 @@ __all__ = [
 
 _HOME = {
     "_models.adapt": ["Adaptation", "adapt"],
-    "_models.padding": ["padding"],
-    "_search.result": ["SearchResult"],
-    "_search.rank": ["search"],
-    "_transfer": ["transfer"],
     "_models.affine": ["Affine"],
-    "config": ["StatisticsConfig"],
+    "_models.calibrate": ["average_statistics", "calibrate"],
     "_models.convert": ["convert", "load_pretrained"],
-    "formula": ["Statistics"],
     "_models.freeze": ["FreezeReport", "freeze"],
     "_models.insert": ["insert"],
+    "_models.layers": ["configure", "layers", "reset_statistics"],
+    "_models.padding": ["padding"],
+    "_search.rank": ["search"],
+    "_search.result": ["SearchResult"],
+    "_transfer": ["transfer"],
+    "config": ["StatisticsConfig"],
+    "formula": ["Statistics"],
     "layer": ["BatchLayerNorm"],
-    "_models.calibrate": ["average_statistics", "calibrate", "configure", "layers", "reset_statistics"],
 }
-"""Where each name is defined. Modules are imported when something of them is asked for: most take torch, which users of
-``bln.keras`` and ``bln.flax`` need not have."""
+"""Where each name is defined. A module is imported when one of its names is first used: most need torch, which users of
+``bln.keras`` and ``bln.flax`` may not have."""
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 

@@ -1,4 +1,4 @@
-"""What may follow the normalization in the same layer: a residual that is added, then an activation."""
+"""The end of a layer: a residual that is added to the normalized input, and an activation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from ._masks import hide
 
 Activation = Literal["relu", "silu", "gelu"]
-"""By the names they have in ``torch.nn.functional``; ``gelu`` is the exact one. All of them map 0 to 0."""
+"""The names of activations in ``torch.nn.functional``; ``gelu`` is the exact one. All of them map 0 to 0."""
 
 MODULES: dict[Activation, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU}
 
 
 def check_activation(activation: Any) -> Activation | None:
-    """Return the activation, if it is a known one."""
+    """Return the activation; refuse an unknown one."""
     if activation is None or (isinstance(activation, str) and activation in MODULES):
         return activation
     names = ", ".join(map(repr, MODULES))
     raise ValueError(
-        f"activation must be None or one of {names}, got {activation!r}. For another, put its module behind the layer, "
+        f"activation must be None or one of {names}, got {activation!r}. For another, put its module after the layer, "
         "as in nn.Sequential(layer, nn.Tanh())"
     )
 

@@ -1,7 +1,6 @@
-"""Configuration, calibration and search of whole models of Keras and Flax. Imports no torch.
+"""Configure, calibrate and search whole models of Keras and Flax. Imports no torch.
 
-What differs between the two is in their modules, ``bln.keras`` and ``bln.flax``: ``layers`` and the names with an
-underscore that are called here.
+``tools`` is ``bln.keras`` or ``bln.flax``. Each has ``layers`` and the private functions in which the two differ.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import numpy as np
 from . import formula
 from ._frameworks import framework
 from ._progress import track
-from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult
-from ._search.result import averages as scores
+from ._search.result import DEPENDS_ON_BATCH, Row, SearchResult, average_scores, notes_on_population
 from .config import StatisticsConfig, choices, configure_layers
 from .formula import Averages
 
@@ -32,14 +30,14 @@ def required_layers(model: Any) -> dict[str, Any]:
     """Return the BLN layers of a model by name; refuse a model without any, and layers that are not built."""
     tools = framework(model)
     if not hasattr(tools, "_LAYER"):
-        raise TypeError(f"{type(model).__name__} is a torch model; what can be done with it is in bln itself")
+        raise TypeError(f"{type(model).__name__} is a torch model; the functions for it are in bln itself")
     found: dict[str, Any] = tools.layers(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no {tools._LAYER}; add one")
     if unbuilt := [name for name, layer in found.items() if not layer.built]:
         raise ValueError(
             f"the layers {unbuilt} are not built: they do not know their input shape. Call the model on a batch, or "
-            "model.build(input_shape), before"
+            "model.build(input_shape), first"
         )
     return found
 
@@ -59,7 +57,7 @@ def reset_statistics(model: Any) -> None:
 
 
 def _converted(tools: ModuleType, batches: Iterable[Any], what: str, progress: bool) -> Iterator[Any]:
-    """Yield the batches as arrays of the framework, several parts as a tuple."""
+    """Yield the batches as arrays of the framework; a list becomes a tuple."""
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(batches, keras.utils.PyDataset):  # endless before Keras 3.11
         batches = map(batches.__getitem__, range(batches.num_batches))
@@ -68,8 +66,8 @@ def _converted(tools: ModuleType, batches: Iterable[Any], what: str, progress: b
 
 
 @contextmanager
-def _put_back(attributes: Iterable[tuple[Any, str]]) -> Iterator[None]:
-    """Give attributes, owners and names, the values they had."""
+def _restored(attributes: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    """Restore attributes, given as owners and names, at the end."""
     before = [(owner, name, getattr(owner, name)) for owner, name in attributes]
     try:
         yield
@@ -91,16 +89,16 @@ def calibrate(
         model: A model with BLN layers.
         batches: Any iterable of training batches, composed as in training: inputs, or a tuple whose first are the
             inputs. In Flax, inputs that are themselves a tuple or a dict are unpacked.
-        step: How to run the model on a batch, ``step(model, batch)``, where that is not right.
-        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+        step: ``step(model, batch)``, to run the model on other batches.
+        progress: Show a progress bar, if rich is installed and standard error is a terminal.
     """
-    found, tools = required_layers(model), framework(model)
-    before = {name: layer._snapshot() for name, layer in found.items()}
-    settings = [(layer, name) for layer in found.values() for name in ("momentum", "_calibrating")]
+    layers, tools = required_layers(model), framework(model)
+    before = {name: layer._snapshot() for name, layer in layers.items()}
+    settings = [(layer, name) for layer in layers.values() for name in ("momentum", "_calibrating")]
     reached: set[str] = set()
-    with _put_back([*settings, *tools._modes(model)]):
+    with _restored([*settings, *tools._modes(model)]):
         try:
-            for name, layer in found.items():
+            for name, layer in layers.items():
                 layer._calibrating, layer.momentum = partial(reached.add, name), None
                 layer.reset_statistics()
             run, count = tools._runner(model, step, calibrating=True), 0
@@ -109,7 +107,7 @@ def calibrate(
                 count += 1
             if count == 0:
                 raise ValueError("calibrate got no batches; was the iterable used up before?")
-            for name, layer in found.items():
+            for name, layer in layers.items():
                 known, new = layer._snapshot()
                 if name not in reached:
                     layer._restore(before[name])
@@ -123,7 +121,7 @@ def calibrate(
                     after = formula.complete(np, Averages.of(new), Averages.of(old), layer.groups)
                     layer._restore((known, after.by_name()))
         except BaseException:
-            for name, layer in found.items():
+            for name, layer in layers.items():
                 layer._restore(before[name])
             raise
 
@@ -151,15 +149,15 @@ def search(
         candidates: Configurations to compare with the 16, such as ``StatisticsConfig.shrunk(4, 16, 64)``.
         step: ``step(model, batch)``, which returns ``(outputs, targets)``, where ``model(inputs)`` is not right. In
             Flax it is compiled by ``nnx.jit``.
-        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+        progress: Show a progress bar, if rich is installed and standard error is a terminal.
     """
-    found, tools, configs = required_layers(model), framework(model), choices(candidates)
+    layers, tools, configs = required_layers(model), framework(model), choices(candidates)
     named = _named(metrics)
-    measures = [tools._measure("loss", loss)]
-    for name, given in named.items():
-        measures.append(partial(_accuracy, tools) if given in ("accuracy", "acc") else tools._measure(name, given))
+    functions = [tools._metric("loss", loss)]
+    for name, metric in named.items():
+        functions.append(partial(_accuracy, tools) if metric in ("accuracy", "acc") else tools._metric(name, metric))
     values, samples = [], []
-    with _put_back([*((layer, "config") for layer in found.values()), *tools._modes(model)]):
+    with _restored([*((layer, "config") for layer in layers.values()), *tools._modes(model)]):
         run = tools._runner(model, step, calibrating=False)
         for batch in _converted(tools, batches, "search", progress):
             if step is None and not (isinstance(batch, tuple) and len(batch) == 2):
@@ -167,23 +165,18 @@ def search(
                 raise ValueError(f"expected batches of (inputs, targets), got {what}")
             of_batch = []
             for config in configs:
-                configure_layers(found, config)
+                configure_layers(layers, config)
                 outputs, targets = run(batch) if step is not None else (run(batch[0]), batch[1])
-                of_batch.append([measure(outputs, targets) for measure in measures])
+                of_batch.append([function(outputs, targets) for function in functions])
             values.append(of_batch)
             samples.append(len(tools._leaves(targets)[0]))
     if not samples:
         raise ValueError("search got no batches; was the iterable used up before?")
-    found_scores = scores(values, samples, [*named])
-    rows = [Row(**vars(score), config=config) for config, score in zip(configs, found_scores, strict=True)]
-    notes = [
-        DEPENDS_ON_BATCH,
-        "Population statistics averaged while the weights still moved can ruin rows with T; "
-        f"{tools.__name__}.calibrate(model, train_batches) recomputes them under frozen weights.",
-    ]
-    if untrained := [name for name, layer in found.items() if not layer._snapshot()[1]["updates"].any()]:
-        notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
-    return SearchResult(rows, "separate", tuple(notes), sum(samples), len(samples))
+    scores = average_scores(values, samples, [*named])
+    rows = [Row(**vars(score), config=config) for config, score in zip(configs, scores, strict=True)]
+    untrained = [name for name, layer in layers.items() if not layer._snapshot()[1]["updates"].any()]
+    notes = notes_on_population(f"{tools.__name__}.calibrate(model, train_batches)", untrained)
+    return SearchResult(rows, "separate", (DEPENDS_ON_BATCH, *notes), sum(samples), len(samples))
 
 
 def _accuracy(tools: ModuleType, outputs: Any, targets: Any) -> float:
@@ -203,8 +196,8 @@ def _accuracy(tools: ModuleType, outputs: Any, targets: Any) -> float:
 
 
 def _named(metrics: Any) -> dict[str, Any]:
-    """Return the metrics, one, several in a list, or a mapping, by name."""
+    """Return the metrics by name: one, several in a list, or a mapping."""
     if isinstance(metrics, Mapping):
         return dict(metrics)
-    given = metrics if isinstance(metrics, list | tuple) else [] if metrics is None else [metrics]
-    return {m if isinstance(m, str) else getattr(m, "name", None) or m.__name__: m for m in given}
+    several = metrics if isinstance(metrics, list | tuple) else [] if metrics is None else [metrics]
+    return {m if isinstance(m, str) else getattr(m, "name", None) or m.__name__: m for m in several}

@@ -1,4 +1,4 @@
-"""The base of the Keras and Flax layers: a call in terms of either library, and what a layer holds as NumPy arrays.
+"""The base of the Keras and Flax layers: a call in the operators of either library, and their state as NumPy arrays.
 
 Imports no torch.
 """
@@ -20,7 +20,7 @@ Snapshot = tuple[bool, dict[str, Any]]
 """``without_positions``, and NumPy arrays by name."""
 
 _MOST_SAMPLES = 2**31 - 1
-"""Samples are counted up to this: JAX has int32 unless told otherwise. The average then forgets very slowly."""
+"""Samples are counted up to this, since JAX has int32 by default. Beyond it the average forgets very slowly."""
 _INVERSE_M = Statistics._fields.index("inverse_m")
 
 
@@ -62,9 +62,9 @@ class Layer:
     # ---- a call
 
     def _normalize(self, x: Any, mask: Any, training: bool | None, total: Total = formula.alone) -> Any:
-        """Normalize ``x``, which has features last and the type to compute in; in training, update the population.
+        """Normalize ``x``, with features last and in the type of the computation; in training, update the population.
 
-        ``total`` adds up what several devices have.
+        ``total`` adds up over devices.
         """
         if self._calibrating is not None:
             self._calibrating()
@@ -104,12 +104,12 @@ class Layer:
         return next(iter(window(positions, self._positions)), None)
 
     def _index(self, name: str, positions: slice | None) -> Any:
-        """Return what selects these positions in a statistic or counter, and all of it where it has none."""
+        """Return the index of these positions in a statistic or counter; all of it, if it has no positions."""
         if positions is None or (self.groups and name.startswith("feature")):
             return ...
         return (slice(None), positions) if name in COUNTERS else positions
 
-    # ---- what the layer holds
+    # ---- state
 
     def _variables(self) -> dict[str, Any]:
         """Return all variables but the configuration, by the names that ``transfer`` uses."""
@@ -125,7 +125,7 @@ class Layer:
             self._assign(variable, np.full(variable.shape, value))
 
     def _snapshot(self) -> Snapshot:
-        """Return what the layer remembers of its training."""
+        """Return the population as NumPy arrays."""
         return self.without_positions, {name: self._numpy(getattr(self, name)) for name in INITIAL}
 
     def _restore(self, snapshot: Snapshot) -> None:

@@ -1,4 +1,4 @@
-"""Tells which framework a model is made of. Imports no torch by itself."""
+"""Tell which framework a model is made of. Imports no torch by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_TOOLS = {"keras.Layer": "bln.keras", "flax.nnx.Module": "bln.flax", "torch.nn.Module": "bln._models.calibrate"}
+_TOOLS = {"keras.Layer": "bln.keras", "flax.nnx.Module": "bln.flax", "torch.nn.Module": "bln._models.layers"}
 """Keras first: on the torch backend its layers are torch modules too."""
 
 
@@ -15,7 +15,7 @@ def framework(model: Any) -> ModuleType:
     """Return the module with ``layers`` and ``configure`` for models of this framework."""
     for base, tools in _TOOLS.items():
         library, _, name = base.rpartition(".")
-        # A model cannot be there without its library.
+        # The library of a model has been imported, or there would be no model.
         if library in sys.modules and isinstance(model, getattr(sys.modules[library], name)):
             return import_module(tools)
     raise TypeError(

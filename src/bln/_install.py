@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 _FROM = "."
-"""What pip is given: a checkout, until the distribution is published; then ``batch-layer-norm``."""
+"""What pip installs: a checkout until the distribution is published, then ``batch-layer-norm``."""
 _WHERE = " in a checkout of BLN"
-"""Where the command is to be run; empty once the distribution is published."""
+"""Where to run the command; empty once the distribution is published."""
 
 
 def install(*extras: str) -> str:

@@ -1,4 +1,4 @@
-"""What ``layer.memory`` is: batch statistics of recent requests, joined at inference with those of the current one."""
+"""``layer.memory``: batch statistics of recent requests, joined at inference with those of the current one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _lock = threading.Lock()
 class Memory(nn.Module):
     """Mean and variance over the samples of recent requests, as if they were samples of the current one.
 
-    Each request joins what is remembered by its samples, and is remembered with it. What is remembered counts as
-    ``samples`` samples at most, so that older requests fade. Nothing of it is in the state dict.
+    Each request is joined with the remembered ones, weighted by samples, and remembered with them. Together they count
+    as ``samples`` samples at most, so that older requests fade. None of this is in the state dict.
     """
 
     mean: Tensor
@@ -46,12 +46,12 @@ class Memory(nn.Module):
             buffer.zero_()
 
     def recall(self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> Recall:
-        """The function that joins the statistics of this request with what is remembered."""
+        """Return the function that joins the statistics of this request with the remembered ones."""
         m, _, positions = counts_of(x, mask, channel_dim, spec)
         return partial(self._join, m=m, positions=positions)
 
     def _join(self, current: Statistics, m: int | Tensor, positions: tuple[int, ...]) -> Statistics:
-        """Join a request with what is remembered, and remember it if it is finite."""
+        """Join a request with the remembered ones, and remember the result if it is finite."""
         at = window(positions, tuple(self.mean.shape[:-1]))
         with nullcontext() if torch.compiler.is_compiling() else _lock:
             mean, var, count = (value[at] if at else value for value in (self.mean, self.var, self.count))
@@ -61,9 +61,9 @@ class Memory(nn.Module):
             batch_mean, batch_var = formula.combine(torch, parts, means, parts * variances)
             with torch.no_grad():
                 finite = batch_var.isfinite().all() & batch_mean.isfinite().all()
-                for kept, new in ((mean, batch_mean), (var, batch_var), (count, number.clamp(max=self.samples))):
+                for buffer, new in ((mean, batch_mean), (var, batch_var), (count, number.clamp(max=self.samples))):
                     # Through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.
-                    kept.detach().copy_(torch.where(finite, new, kept))
+                    buffer.detach().copy_(torch.where(finite, new, buffer))
         return current._replace(batch_mean=batch_mean, batch_var=batch_var, inverse_m=1 / number.clamp(min=1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Memory:
@@ -71,5 +71,5 @@ class Memory(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The bound."""
+        """Return the most samples that are remembered."""
         return f"samples={self.samples}"

@@ -7,15 +7,16 @@ from operator import index
 from typing import Any, SupportsIndex
 
 Shape = Sequence[int | None]
-"""A TensorFlow graph leaves sizes open, as ``None``."""
+"""Sizes, which a TensorFlow graph may leave open as ``None``."""
 
 
 def check_shapes(
-    name: str, channel_dim: int, shape: Shape, features: int | None, mask: Shape | None, empty: bool = False
+    name: str, channel_dim: int, shape: Shape, features: int | None, mask: Shape | None, allow_empty: bool = False
 ) -> int:
     """Return the dimension of features counted from the front; refuse shapes that do not fit.
 
-    ``name`` is what the layer calls that dimension, ``mask`` the shape of the mask, and ``empty`` allows no samples.
+    ``name`` is the layer's argument for that dimension, ``mask`` the shape of the mask; ``allow_empty`` is for
+    inputs without samples.
     """
     rank = len(shape)
     if not (rank >= 2 and -rank < channel_dim < rank and channel_dim != 0):
@@ -24,13 +25,13 @@ def check_shapes(
             f"{tuple(shape)} with {name}={channel_dim}. A single sample needs its own dimension: x[None]"
         )
     channel_dim %= rank
-    # Sizes are compared one by one: a compiler's open sizes are not found by ``in``.
+    # One by one: ``in`` does not find the symbolic sizes of a compiler.
     if features is not None and shape[channel_dim] != features:
         raise ValueError(
             f"expected {features} features along dimension {channel_dim}, got {shape[channel_dim]} in an input of "
             f"shape {tuple(shape)}. If features stand elsewhere, pass {name}="
         )
-    if any(size == 0 for size in (shape[1:] if empty else shape)):
+    if any(size == 0 for size in (shape[1:] if allow_empty else shape)):
         raise ValueError(f"cannot train on an empty input, got shape {tuple(shape)}; skip empty batches")
     if mask is None:
         return channel_dim
@@ -46,16 +47,16 @@ def check_shapes(
 
 
 def sizes(position_shape: Any, per_position: bool) -> tuple[int, ...] | None:
-    """Return the positions to keep statistics for, given as one size or several; ``None`` if they are to be learned."""
+    """Return the positions that get statistics, from one size or several; ``None`` if they are to be learned."""
     if position_shape is None:
         return None
     if not per_position:
         raise ValueError("position_shape goes with per_position=True; pooled statistics have no positions")
-    given = (position_shape,) if isinstance(position_shape, SupportsIndex) else position_shape
-    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    if not all(isinstance(size, SupportsIndex) and index(size) >= 1 for size in found):
+    several = (position_shape,) if isinstance(position_shape, SupportsIndex) else position_shape
+    chosen: list[Any] = list(several) if isinstance(several, Iterable) else [None]
+    if not all(isinstance(size, SupportsIndex) and index(size) >= 1 for size in chosen):
         raise ValueError(f"position_shape must hold positive sizes, as 80 or (28, 28) do, got {position_shape!r}")
-    return tuple(map(index, found))
+    return tuple(map(index, chosen))
 
 
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None, compiling: bool = False) -> tuple[slice, ...]:
@@ -72,7 +73,8 @@ def window(positions: tuple[int, ...], known: tuple[int, ...] | None, compiling:
         return (slice(positions[0]),)
     alike = len(positions) == len(known)
     ways = [
-        "per_position=False, which pools batch statistics over positions and takes any",
+        "per_position=False, which pools batch statistics over positions and takes any; so does groups=8, the form for "
+        "convolutional nets",
         "pad or crop inputs to one shape" if alike else "a layer of its own for inputs of each kind",
     ]
     if alike and len(known) == 1:

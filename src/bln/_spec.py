@@ -1,4 +1,4 @@
-"""``Spec``: the options of the equations, which every path takes as one tuple; their checks and defaults."""
+"""``Spec``: the options of the equations, checked and with defaults, as one tuple for all backends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Spec(NamedTuple):
             raise ValueError(
                 f"mix_eps must be None (which is eps, with groups 0) or in [0, 1), got {mix_eps!r} with eps={eps!r}"
             )
-        by_position, scaled = (published if given is None else given for given in (per_position, dim_scale))
+        by_position, scaled = (published if value is None else value for value in (per_position, dim_scale))
         return cls(groups, by_position, eps, mixing, scaled)
 
     @property
@@ -51,10 +51,10 @@ class Spec(NamedTuple):
         return self.groups is not None and not self.per_position
 
     def check_features(self, num_features: int) -> None:
-        """Refuse groups that do not divide the features."""
+        """Check that the groups divide the features."""
         if self.groups is not None and num_features % self.groups:
-            fitting = [g for g in range(1, num_features + 1) if num_features % g == 0]
-            nearest = sorted(fitting, key=lambda g: abs(g - self.groups))[:3]  # type: ignore[operator]
+            divisors = [g for g in range(1, num_features + 1) if num_features % g == 0]
+            nearest = sorted(divisors, key=lambda g: abs(g - self.groups))[:3]  # type: ignore[operator]
             raise ValueError(
                 f"groups={self.groups} does not divide {num_features} features; try "
                 + " or ".join(f"groups={g}" for g in sorted(nearest))
@@ -62,24 +62,28 @@ class Spec(NamedTuple):
 
 
 def option(name: str) -> Any:
-    """A property of a layer that is one of the options in its ``spec``."""
+    """Return a property of a layer that reads one option of its ``spec``."""
     return property(lambda layer: getattr(layer.spec, name))
 
 
 def positive(what: str, value: Any) -> int:
-    """Return a number that must be an integer of at least 1; ``what`` begins the error."""
+    """Return an integer of at least 1; refuse any other value in an error that ``what`` begins."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 1:
         raise ValueError(f"{what} an integer of at least 1, got {value!r}")
     return index(value)
 
 
-def check_layer(name: str, channel_dim: Any, usual: int, momentum: Any, weighs: str) -> int:
-    """Return the dimension of features, an argument of this name; refuse one, or a momentum, that cannot be."""
+def check_channel_dim(name: str, channel_dim: Any, usual: int) -> int:
+    """Return the dimension of features, the layer's argument ``name``; refuse 0 and what is no integer."""
     if not isinstance(channel_dim, SupportsIndex) or index(channel_dim) == 0:
         raise ValueError(f"{name} must be {usual} or another integer, got {channel_dim!r}; 0 is that of samples")
+    return index(channel_dim)
+
+
+def check_momentum(momentum: Any, weighs: str) -> None:
+    """Refuse a momentum outside [0, 1]; ``weighs`` says which value it is the weight of, the new or the old."""
     if momentum is not None and not (isinstance(momentum, int | float) and 0 <= momentum <= 1):
         raise ValueError(
             f"momentum must be None (plain average) or in [0, 1], got {momentum!r}; it is the weight of the {weighs} "
             "value"
         )
-    return index(channel_dim)

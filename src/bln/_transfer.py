@@ -1,4 +1,4 @@
-"""Copies BLN layers between torch, Keras and Flax: weights, statistics, counters and configuration, bit for bit."""
+"""Copy BLN layers between torch, Keras and Flax: weights, statistics, counters and configuration, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from ._frameworks import framework
 from ._spec import Spec
 from .config import StatisticsConfig
-from .population import spread
+from .population import expand
 
 
 class State(NamedTuple):
     """What a layer of any framework holds, features last."""
 
-    tensors: dict[str, Tensor]  # scale (gamma) and shift (beta) if there are, and what a population holds
+    tensors: dict[str, Tensor]  # scale (gamma) and shift (beta), if there are, and the buffers of a population
     positions: tuple[int, ...] | None  # None while they are unknown
     config: StatisticsConfig
     spec: Spec
@@ -76,27 +76,27 @@ def _pairs(sources: dict[str, Any], targets: dict[str, Any], names: Mapping[str,
                 f"the source has {len(sources)} BLN layers {list(sources)}, the target {len(targets)} {list(targets)}; "
                 "they must correspond. For some of them pass names="
             )
-        for found in (sources, targets):
-            if _ambiguous(found):
+        for layers in (sources, targets):
+            if _ambiguous(layers):
                 raise ValueError(
-                    f"the BLN layers {list(found)} of a Flax module come in the order of their names, which need not "
+                    f"the BLN layers {list(layers)} of a Flax module come in the order of their names, which need not "
                     "be that of the model, and some have the same shape. Pass names=, the target's name for each of "
                     "the source's"
                 )
         return dict(zip(sources, targets, strict=True))
-    for given, found, side in ((names.keys(), sources, "source"), (names.values(), targets, "target")):
-        if unknown := [name for name in given if name not in found]:
-            raise ValueError(f"the {side} has no BLN layers {unknown}; it has {list(found)}")
+    for wanted, layers, side in ((names.keys(), sources, "source"), (names.values(), targets, "target")):
+        if unknown := [name for name in wanted if name not in layers]:
+            raise ValueError(f"the {side} has no BLN layers {unknown}; it has {list(layers)}")
     if not names or len(set(names.values())) < len(names):
         raise ValueError(f"names= must give each layer a target of its own, got {dict(names)}")
     return dict(names)
 
 
-def _ambiguous(found: dict[str, Any]) -> bool:
+def _ambiguous(layers: dict[str, Any]) -> bool:
     """Whether there are Flax layers of one shape whose names differ in more than numbers."""
     kinds = {
         (re.sub(r"\d", "", name), layer.batch_mean.shape)
-        for name, layer in found.items()
+        for name, layer in layers.items()
         if type(layer).__module__ == "bln.flax"
     }
     return len(kinds) > len({shape for _, shape in kinds})
@@ -121,7 +121,7 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
         if not torch.equal(*(torch.nan_to_num(t) for t in (fitted.to(value.dtype), value))):
             problems.append(f"{name} does not fit into the target's {str(other.dtype).removeprefix('torch.')}")
         # Only a source that does not know its positions yet has other shapes.
-        tensors[name] = fitted if target.positions is None else spread(fitted, name, tuple(other.shape))
+        tensors[name] = fitted if target.positions is None else expand(fitted, name, tuple(other.shape))
     return source._replace(tensors=tensors, positions=known), problems
 
 
@@ -129,7 +129,7 @@ def _fit(source: State, target: State) -> tuple[State, list[str]]:
 
 
 def read(layer: Any) -> State:
-    """Return all that a layer holds, as copies on the CPU."""
+    """Return the state of a layer, copied to the CPU."""
     if hasattr(layer, "population"):  # of torch
         held = {"scale": layer.weight, "shift": layer.bias, **dict(layer.population.named_buffers())}
         tensors = {name: t.detach().cpu().clone() for name, t in held.items() if t is not None}
@@ -142,7 +142,7 @@ def read(layer: Any) -> State:
 
 @torch.no_grad()
 def write(layer: Any, state: State) -> None:
-    """Give a layer the state of another, which fits."""
+    """Write a state that fits to a layer."""
     values, pooled = dict(state.tensors), state.positions == ()
     if hasattr(layer, "population"):
         for name, parameter in (("scale", layer.weight), ("shift", layer.bias)):

@@ -20,14 +20,15 @@ import torch
 from torch import nn
 
 from ._install import install
-from ._models.calibrate import calibrate, required_layers
+from ._models.calibrate import calibrate
+from ._models.layers import required_layers
 from ._progress import check_repeatable
 
 T = TypeVar("T")
 
 
 class reset_each_epoch(Generic[T]):
-    """The same batches; each iteration over them first resets the statistics.
+    """Batches that reset the statistics of a model at the start of each iteration over them.
 
     Args:
         model: A model with BLN layers; those with ``momentum=None`` are reset.
@@ -60,6 +61,7 @@ class reset_each_epoch(Generic[T]):
 
 
 def _reset(model: nn.Module) -> None:
+    """Reset the layers with ``momentum=None``."""
     for layer in required_layers(model).values():
         if layer.momentum is None:
             layer.reset_statistics()
@@ -76,7 +78,7 @@ class _Calibration:
         self.batches, self.step, self.progress = batches, step, progress
 
     def calibrate(self, model: nn.Module, several: bool) -> None:
-        """Calibrate, over all ranks where there are ``several``."""
+        """Calibrate, over all ranks if there are ``several``."""
         with torch.inference_mode(False):  # statistics made in inference mode could not be trained on
             calibrate(
                 model, self.batches, step=self.step, process_group="world" if several else None, progress=self.progress
@@ -126,7 +128,7 @@ _BASES = {"Lightning": ("lightning.pytorch", "Callback"), "Trainer": ("transform
 
 
 def __getattr__(name: str) -> Any:
-    """Make the callbacks classes of this module, so that they can be pickled."""
+    """Define the callbacks as classes of this module on first use, so that they can be pickled."""
     for prefix, (module, base) in _BASES.items():
         if name in (f"{prefix}Calibrate", f"{prefix}Reset"):
             try:

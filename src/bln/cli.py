@@ -10,6 +10,8 @@ from ._install import install
 
 _SEVERAL = ("--batch-size", "--fraction", "--norms", "--severities")
 """Options that take several values: ``--batch-size 1 25``."""
+_TWO_WORDS = ("reproduce shift", "reproduce resnet", "reproduce transformer")
+"""Commands of two words, with options of their own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,15 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"the command line needs {error.name}: {install('experiments')}")
     from .experiments.runs import RunError
 
-    given = _spread(arguments)
-    if given[:1] == ["reproduce"] and given[1:2] in (
-        ["shift"],
-        ["resnet"],
-        ["transformer"],
-    ):  # commands with options of their own
-        given[:2] = [" ".join(given[:2])]
+    words = _repeat_options(arguments)
+    if " ".join(words[:2]) in _TWO_WORDS:
+        words[:2] = [" ".join(words[:2])]
     try:
-        app(given, prog_name="bln")
+        app(words, prog_name="bln")
     except (ValueError, RunError) as error:
         _fail(str(error))
     except OSError as error:
@@ -44,16 +42,16 @@ def _fail(message: str) -> None:
     sys.exit(2)
 
 
-def _spread(arguments: Sequence[str]) -> list[str]:
+def _repeat_options(arguments: Sequence[str]) -> list[str]:
     """Rewrite ``--norms bln bn`` as ``--norms bln --norms bn``, which the parser understands."""
-    found: list[str] = []
+    words: list[str] = []
     option = None
     for argument in arguments:
         if argument.startswith("--"):
             option = argument if argument in _SEVERAL else None
-            found.append(argument)
-        elif option and found[-1] != option:
-            found += [option, argument]
+            words.append(argument)
+        elif option and words[-1] != option:
+            words += [option, argument]
         else:
-            found.append(argument)
-    return found
+            words.append(argument)
+    return words

@@ -44,7 +44,7 @@ class StatisticsConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_mean", "batch_std", "feature_mean", "feature_std"):
-            object.__setattr__(self, name, _source(getattr(self, name), name))
+            object.__setattr__(self, name, _check_source(getattr(self, name), name))
 
     @classmethod
     def parse(cls, value: str | StatisticsConfig) -> StatisticsConfig:
@@ -71,17 +71,17 @@ class StatisticsConfig:
 
     @classmethod
     def of(cls, priors: Any) -> StatisticsConfig:
-        """The configuration with these four prior strengths, infinite for the population."""
-        return cls(*(_letter(float(prior)) for prior in priors))
+        """Return the configuration with these four prior strengths, infinite for the population."""
+        return cls(*(_switch(float(prior)) for prior in priors))
 
     @classmethod
     def all(cls) -> Iterator[StatisticsConfig]:
-        """The 16 configurations, from ``TTTT`` to ``FFFF``."""
+        """Iterate over the 16 configurations, from ``TTTT`` to ``FFFF``."""
         return (cls(*switches) for switches in product((True, False), repeat=4))
 
     @classmethod
     def shrunk(cls, *priors: float) -> list[StatisticsConfig]:
-        """Batch statistics shrunk by each of these priors, feature statistics the sample's own: ``k k F F``.
+        """Return configurations with batch statistics shrunk by each of these priors: ``k k F F``.
 
         >>> StatisticsConfig.shrunk(4, 16)
         [StatisticsConfig('4 4 F F'), StatisticsConfig('16 16 F F')]
@@ -107,7 +107,7 @@ class StatisticsConfig:
 
     @property
     def batch_dependence(self) -> float:
-        """How much batch statistics come from the mini-batch: its share in both at one sample, from 0 to 2."""
+        """The mini-batch's share in both batch statistics, summed, for one sample: from 0 to 2."""
         return sum(1 / (1 + prior) for prior in self.priors[:2])
 
     def __eq__(self, other: object) -> bool:
@@ -125,33 +125,34 @@ class StatisticsConfig:
 
 
 def configure_layers(
-    found: Mapping[str, Any], config: StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
+    layers: Mapping[str, Any], config: StatisticsConfig | str | Mapping[str, StatisticsConfig | str]
 ) -> None:
-    """Configure layers of any framework; after an error all are as before."""
-    chosen = config if isinstance(config, Mapping) else dict.fromkeys(found, config)
+    """Configure layers of any framework, all or after an error none."""
+    chosen = config if isinstance(config, Mapping) else dict.fromkeys(layers, config)
     for name in chosen:
-        if name not in found:
-            near = difflib.get_close_matches(str(name), found, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f". It has {', '.join(map(repr, found))}"
+        if name not in layers:
+            near = difflib.get_close_matches(str(name), layers, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". It has {', '.join(map(repr, layers))}"
             raise ValueError(f"the model has no BatchLayerNorm named {name!r}{hint}")
     parsed = {name: StatisticsConfig.parse(value) for name, value in chosen.items()}
     for name, value in parsed.items():
-        found[name].config = value
+        layers[name].config = value
 
 
 def choices(candidates: Iterable[StatisticsConfig | str]) -> list[StatisticsConfig]:
-    """The 16 configurations and others, each once."""
+    """Return the configurations to compare: the 16, then ``candidates``, each once."""
     if isinstance(candidates, str | StatisticsConfig):
         raise TypeError(f"candidates must be several configurations, as [{str(candidates)!r}]; got one")
     return list(dict.fromkeys([*StatisticsConfig.all(), *map(StatisticsConfig.parse, candidates)]))
 
 
-def _letter(prior: float) -> bool | float:
+def _switch(prior: float) -> bool | float:
+    """Return a prior strength as ``True`` or ``False`` where it is that of ``T`` or ``F``."""
     return True if prior == POPULATION else False if prior == CURRENT else prior
 
 
-def _source(value: Any, name: str) -> bool | float:
-    """Check the source of a statistic."""
+def _check_source(value: Any, name: str) -> bool | float:
+    """Return the source of a statistic; refuse what is no switch and no prior strength."""
     if isinstance(value, bool):
         return value
     if not isinstance(value, Real):
@@ -165,4 +166,4 @@ def _source(value: Any, name: str) -> bool | float:
             f"{name} has a prior strength of {prior:g}; it counts samples, so it must be a number above 0. T (True) is "
             "the population alone, F (False) the current mini-batch alone"
         )
-    return _letter(float(f"{prior:.6g}"))
+    return _switch(float(f"{prior:.6g}"))

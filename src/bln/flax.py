@@ -8,21 +8,22 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
-import numpy as np
-
-from . import _arrays, formula
-from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._positions import check_shapes, sizes
-from ._spec import Spec, check_layer, option, positive
-from .config import StatisticsConfig
 
-try:
+try:  # before NumPy, which comes with it
     import jax
     import jax.numpy as jnp
     from flax import nnx
 except ImportError as error:
     raise ImportError(f"bln.flax takes Flax NNX, which is not installed: {install('flax')}") from error
+
+import numpy as np
+
+from . import _arrays, formula
+from ._array_models import calibrate, configure, reset_statistics, search
+from ._positions import check_shapes, sizes
+from ._spec import Spec, check_channel_dim, check_momentum, option, positive
+from .config import StatisticsConfig
 
 __all__ = ["BatchLayerNorm", "calibrate", "configure", "layers", "reset_statistics", "search"]
 
@@ -104,7 +105,8 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         self.num_features = positive("num_features must be", num_features)
         self.spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
         self.spec.check_features(self.num_features)
-        self.channel_dim = check_layer("channel_dim", channel_dim, -1, momentum, "old")
+        self.channel_dim = check_channel_dim("channel_dim", channel_dim, -1)
+        check_momentum(momentum, "old")
         positions = sizes(position_shape, self.per_position)
         self.without_positions = not self.per_position
         self.use_running_average, self.momentum = use_running_average, momentum
@@ -132,8 +134,10 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
             raise TypeError(f"expected a real floating point input, got {x.dtype}; convert it first")
         if mask is not None and mask.dtype != bool:
             raise TypeError(f"expected a boolean mask, true at real entries, got {mask.dtype}")
-        given = None if mask is None else mask.shape
-        channel_dim = check_shapes("channel_dim", self.channel_dim, x.shape, self.num_features, given, empty=infer)
+        mask_shape = None if mask is None else mask.shape
+        channel_dim = check_shapes(
+            "channel_dim", self.channel_dim, x.shape, self.num_features, mask_shape, allow_empty=infer
+        )
         rows = jnp.moveaxis(x.astype(jnp.promote_types(x.dtype, self.batch_mean.dtype)), channel_dim, -1)
         self._learn(rows, infer)
         total = formula.alone
@@ -180,7 +184,7 @@ def layers(model: Any) -> dict[str, BatchLayerNorm]:
     return {name: found[name] for name in names}
 
 
-# ---- what _array_models.py takes of a framework
+# ---- what _array_models.py needs of a framework
 
 _LAYER = "bln.flax.BatchLayerNorm"
 _ACCURACY_THRESHOLD = 0.0  # of logits
@@ -201,7 +205,7 @@ def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: boo
     model.eval()
     plain = step or _call
     functions = chain([plain] if calibrating else [], repeat(step if step and calibrating else nnx.jit(plain)))
-    return lambda given: next(functions)(model, given)
+    return lambda batch: next(functions)(model, batch)
 
 
 def _call(model: Any, inputs: Any) -> Any:
@@ -210,8 +214,8 @@ def _call(model: Any, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def _measure(name: str, given: Any) -> Callable[[Any, Any], float]:
+def _metric(name: str, metric: Any) -> Callable[[Any, Any], float]:
     """Return the mean over a batch of the loss, or of the metric of this name."""
-    if not callable(given):
-        raise ValueError(f"metric {name!r} is {given!r}, expected a function metric(outputs, targets) or 'accuracy'")
-    return lambda outputs, targets: float(jnp.mean(given(outputs, targets)))
+    if not callable(metric):
+        raise ValueError(f"metric {name!r} is {metric!r}, expected a function metric(outputs, targets) or 'accuracy'")
+    return lambda outputs, targets: float(jnp.mean(metric(outputs, targets)))

@@ -21,7 +21,7 @@ from ._spec import Spec
 from .config import CURRENT, POPULATION, StatisticsConfig
 
 Total = Callable[[Any], Any]
-"""The sum of an array over devices."""
+"""Adds up an array over devices."""
 
 
 class Priors(NamedTuple):
@@ -69,28 +69,28 @@ class MiniBatch(NamedTuple):
 
 
 class Averages(NamedTuple):
-    """What a layer remembers of its training."""
+    """The population of a layer: statistics averaged over training mini-batches, and how many these were."""
 
     statistics: Statistics
     updates: Any
-    """How many mini-batches each statistic averages, in a row for each statistic."""
+    """The number of mini-batches that each statistic averages, a row for each statistic."""
     samples: Any
-    """How many samples each statistic averages, in a row for each statistic."""
+    """The number of samples that each statistic averages, a row for each statistic."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Averages:
-        """What is remembered, from its parts by name."""
+        """Return the averages with these parts, given by name."""
         return cls(Statistics(*(values[name] for name in Statistics._fields)), *(values[name] for name in COUNTERS))
 
     def by_name(self) -> dict[str, Any]:
-        """The parts of what is remembered."""
+        """Return the parts by name."""
         return self.statistics._asdict() | {"updates": self.updates, "samples": self.samples}
 
 
 COUNTERS = ("updates", "samples")
-"""They hold integers, with a row for each statistic."""
+"""The parts of ``Averages`` that are integers, with a row for each statistic."""
 INITIAL = {name: int(name.endswith("_var")) for name in Statistics._fields + COUNTERS}
-"""What a layer remembers, and the value each starts from."""
+"""The parts of ``Averages``, and the value each starts from."""
 
 
 class Moments(NamedTuple):
@@ -99,7 +99,7 @@ class Moments(NamedTuple):
     mean: Any
     var: Any
     weight: Any
-    """How much a sample counts: its real positions, ``(N, ..., 1)``; ``None`` where all count the same."""
+    """The real positions of each sample, ``(N, ..., 1)``, by which it is weighted; ``None`` if all are real."""
 
 
 # ---- normalizing
@@ -118,12 +118,12 @@ def transform(x: Any, s: Statistics, gamma: Any = None, beta: Any = None, *, spe
     """
     d = x.shape[-1]
     if spec.groups is None:
-        mean_F, var_F = _each(s.feature_mean), _each(s.feature_var)
+        mean_F, var_F = _per_feature(s.feature_mean), _per_feature(s.feature_var)
     else:
-        mean_F, var_F = (at_positions(_from_groups(xp, v, d), len(x.shape)) for v in (s.feature_mean, s.feature_var))
+        mean_F, var_F = (at_positions(_repeat_groups(xp, v, d), len(x.shape)) for v in (s.feature_mean, s.feature_var))
     x_B = (x - s.batch_mean) / (s.batch_var + spec.eps) ** 0.5  # eqs 14, 22
     x_F = (x - mean_F) / (var_F + spec.eps) ** 0.5  # eqs 15, 23
-    w_B, w_F = weights(_each(s.inverse_m), spec.mix_eps, d, spec.dim_scale)
+    w_B, w_F = weights(_per_feature(s.inverse_m), spec.mix_eps, d, spec.dim_scale)
     z = w_B * x_B + w_F * x_F  # eqs 16, 24
     y = z if gamma is None else gamma * z  # eqs 17, 25
     return y if beta is None else y + beta
@@ -142,8 +142,8 @@ def hide(xp: Any, x: Any, mask: Any) -> Any:
     return x if mask is None else xp.where(mask[..., None], x, 0.0)
 
 
-def _each(value: Any) -> Any:
-    """Add an axis for features. A number needs none, nor a scalar, and AOTInductor cannot give it one."""
+def _per_feature(value: Any) -> Any:
+    """Add an axis for features. Numbers and scalars need none, and AOTInductor cannot add one to a scalar."""
     return value if is_number(value) or not len(value.shape) else value[..., None]
 
 
@@ -172,11 +172,11 @@ def choose(
     def pair(mean: str, var: str, prior_mean: Any, prior_var: Any, inverse_m: Any) -> tuple[Any, Any]:
         own_mean, own_var = getattr(current, mean), getattr(current, var)
         chosen = select(prior_mean, getattr(population, mean), own_mean, inverse_m)
-        elsewhere = own_mean is not None and chosen is not own_mean
-        around = own_var + (own_mean - chosen) ** 2 if elsewhere else own_var
-        return chosen, select(prior_var, getattr(population, var), around, inverse_m)
+        other_mean = own_mean is not None and chosen is not own_mean
+        around_chosen = own_var + (own_mean - chosen) ** 2 if other_mean else own_var
+        return chosen, select(prior_var, getattr(population, var), around_chosen, inverse_m)
 
-    inverse_m = None if current.inverse_m is None else _each(current.inverse_m)
+    inverse_m = None if current.inverse_m is None else _per_feature(current.inverse_m)
     return Statistics(
         *pair("batch_mean", "batch_var", priors.batch_mean, priors.batch_std, inverse_m),  # eqs 18, 19
         *pair("feature_mean", "feature_var", priors.feature_mean, priors.feature_std, 1.0),  # eqs 20, 21
@@ -185,10 +185,10 @@ def choose(
 
 
 def _chosen(where: Any, prior: Any, population: Any, current: Any, inverse_m: Any) -> Any:
-    """Return the value at a prior strength: a number, or an array where ``where`` is given."""
+    """Return the value at a prior strength, which is a number, or with ``where`` an array."""
     if where is None and prior in (POPULATION, CURRENT):  # nothing is computed
         return population if prior == POPULATION else current
-    # Where it is infinite: inf / inf is NaN, which would enter derivatives.
+    # An infinite prior is replaced: inf / inf is NaN, which would enter derivatives.
     finite = prior if where is None else where(prior < POPULATION, prior, 0.0)
     share = finite * inverse_m / (1 + finite * inverse_m)  # k / (k + m), the population's
     mixed = share * population + (1 - share) * current
@@ -201,12 +201,12 @@ def _chosen(where: Any, prior: Any, population: Any, current: Any, inverse_m: An
 
 
 def alone(value: Any) -> Any:
-    """Return the sum over a device by itself."""
+    """Return the sum over this device alone, the default ``total``."""
     return value
 
 
 def clamp(xp: Any, value: Any, least: float = 1) -> Any:
-    """Raise values to ``least``. ``maximum`` would make float32 of float64 in Keras on torch."""
+    """Raise values to ``least``. In Keras on torch, ``maximum`` would turn float64 into float32."""
     return max(value, least) if is_number(value) else xp.where(value > least, value, least)
 
 
@@ -261,14 +261,14 @@ def over_features(xp: Any, x: Any) -> tuple[Any, Any]:
 
 def feature_statistics(xp: Any, moments: Moments, groups: int) -> tuple[Any, Any]:
     """Return mean and biased variance over a group of features and all positions (eqs 12, 13), ``(N, ..., groups)``."""
-    means, variances = (_by_group(xp, value, groups) for value in (moments.mean, moments.var))
+    means, variances = (_split_groups(xp, value, groups) for value in (moments.mean, moments.var))
     size = means.shape[-1]
     mean = xp.sum(means, axis=-1) / size
     return mean, xp.sum(variances + (means - mean[..., None]) ** 2, axis=-1) / size
 
 
 def batch_statistics(xp: Any, moments: Moments, total: Total = alone) -> tuple[Any, Any]:
-    """Return mean and biased variance over samples and what ``moments`` were taken over (eqs 10, 11), ``(..., d)``."""
+    """Return mean and biased variance over samples and the positions of ``moments`` (eqs 10, 11), ``(..., d)``."""
     if moments.weight is not None:
         return combine(xp, moments.weight, moments.mean, moments.weight * moments.var, total)
     number = clamp(xp, moments.mean.shape[0])
@@ -277,11 +277,10 @@ def batch_statistics(xp: Any, moments: Moments, total: Total = alone) -> tuple[A
 
 
 def combine(xp: Any, counts: Any, means: Any, squares: Any, total: Total = alone) -> tuple[Any, Any]:
-    """Return mean and biased variance of several parts together, by Chan's formula.
+    """Join mean and biased variance of several parts by Chan's formula, which subtracts no two large numbers.
 
-    No two large numbers are subtracted. ``counts``, ``means`` and ``squares``, the sums of squares around each part's
-    own mean, have parts along their first axis; a part without entries holds zeros. ``total`` adds up what several
-    devices have.
+    ``counts``, ``means`` and ``squares``, the sums of squares around each part's own mean, have parts along their first
+    axis; a part without entries holds zeros. ``total`` adds up over devices.
     """
     number = clamp(xp, total(xp.sum(counts, axis=0)))
     mean = total(xp.sum(counts * means, axis=0)) / number
@@ -292,7 +291,7 @@ def combine(xp: Any, counts: Any, means: Any, squares: Any, total: Total = alone
 
 
 def shapes(positions: tuple[int, ...], features: int, groups: int | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each statistic and counter that a layer remembers."""
+    """Return the shape of each statistic and counter of a population."""
     batch, counters = (*positions, features), (len(Statistics._fields), *positions)
     feature = positions if groups is None else (groups,)
     values = batch, batch, feature, feature, positions, counters, counters
@@ -301,22 +300,22 @@ def shapes(positions: tuple[int, ...], features: int, groups: int | None) -> dic
 
 def bessel(count: Any) -> Any:
     """Return the factor ``count / (count - 1)`` of eqs 5, 19 and 21, for counts from 1 on; 1 where the count is 1."""
-    return count / (abs(count - 1.5) + 0.5)  # max(count - 1, 1) in operators: booleans and 0 ** 0 are not for all
+    return count / (abs(count - 1.5) + 0.5)  # max(count - 1, 1), in operators that all libraries share
 
 
 def unbiased(s: Statistics, entries: Any, present: Any) -> Statistics:
     """Multiply variances by ``m/(m-1)``; counts are 1 or more."""
     return s._replace(
-        batch_var=s.batch_var * _each(bessel(entries)),  # eqs 5, 19
+        batch_var=s.batch_var * _per_feature(bessel(entries)),  # eqs 5, 19
         feature_var=s.feature_var * bessel(present),  # eq 21
     )
 
 
 def estimates(xp: Any, batch: MiniBatch, spec: Spec, total: Total = alone) -> MiniBatch:
-    """Return what a mini-batch says of the population: unbiased variances, feature statistics averaged over samples."""
+    """Estimate the population from a mini-batch: unbiased variances, feature statistics averaged over samples."""
     s, entries, present = batch.statistics, clamp(xp, batch.entries), clamp(xp, batch.present)
     over, number = (0, present) if spec.groups is not None else (0 if spec.per_position else None, entries)
-    # Statistics of hidden features are 0: there is nothing to leave out.
+    # The feature statistics of hidden positions are 0, so a plain sum leaves them out.
     mean, var = (total(xp.sum(value, axis=over)) / number for value in (s.feature_mean, s.feature_var))
     averaged = s._replace(feature_mean=mean, feature_var=var)
     return batch._replace(statistics=unbiased(averaged, entries, present))
@@ -325,11 +324,11 @@ def estimates(xp: Any, batch: MiniBatch, spec: Spec, total: Total = alone) -> Mi
 def update(
     xp: Any, old: Averages, new: MiniBatch, momentum: float | None, groups: int | None, most: int | None = None
 ) -> Averages:
-    """Average what is remembered, at the positions of a training mini-batch, with what ``estimates`` said of that.
+    """Average the population, at the positions of a training mini-batch, with the ``estimates`` from it.
 
-    One whose statistics are not finite does not enter. ``momentum`` is the weight of the new value, but never less than
-    ``1/updates``, so that initial values do not mix in; ``None`` averages all mini-batches, weighted by their samples.
-    Samples are counted up to ``most``.
+    A mini-batch whose statistics are not finite is left out. ``momentum`` is the weight of the new value, which is at
+    least ``1/updates``, so that initial values do not mix in; ``None`` averages all mini-batches, weighted by their
+    samples. Samples are counted up to ``most``.
     """
     s, names = new.statistics, Statistics._fields
     # NaN and infinity, in the input or from an overflow, show in the variances.
@@ -340,7 +339,7 @@ def update(
     )
     rows = [present if name.startswith("feature") else m for name in names]
     counts = xp.stack(rows)
-    # A variance takes two entries.
+    # A variance needs two entries.
     needed = xp.stack([entries - 1 if name == "batch_var" else row for name, row in zip(names, rows, strict=True)])
     enters = finite & (needed > 0)
 
@@ -362,7 +361,7 @@ def update(
 
 
 def complete(xp: Any, after: Averages, before: Averages, groups: int | None) -> Averages:
-    """Take from ``before`` what ``after`` has not learned, and ``1/m`` wherever it was known."""
+    """Complete ``after`` by ``before``: with statistics that have no mini-batch yet, and each ``1/m`` known before."""
     known, unlearned = before.updates > 0, after.updates == 0
     take = xp.stack([(known if name == "inverse_m" else unlearned)[at] for at, name in enumerate(Statistics._fields)])
     pairs = zip(Statistics._fields, take, before.statistics, after.statistics, strict=True)
@@ -372,14 +371,14 @@ def complete(xp: Any, after: Averages, before: Averages, groups: int | None) -> 
 
 
 def expand(xp: Any, name: str, value: Any, shape: tuple[int, ...]) -> Any:
-    """Give a statistic or counter without positions to each position of ``shape``."""
+    """Repeat a statistic or counter without positions for each position of ``shape``."""
     if not name.startswith("batch"):
         value = xp.reshape(value, (*value.shape, *[1] * (len(shape) - len(value.shape))))
     return xp.broadcast_to(value, shape)
 
 
 def broadcast_counter(name: str, row: Any, groups: int | None) -> Any:
-    """Shape a counter's row, or what was made of one, to broadcast against its statistic."""
+    """Reshape a counter's row, or weights computed from it, to broadcast against its statistic."""
     if groups is not None and name.startswith("feature"):  # the same at all positions
         while len(row.shape) > 0:
             row = row[0]
@@ -388,51 +387,51 @@ def broadcast_counter(name: str, row: Any, groups: int | None) -> Any:
 
 
 def _lerp(xp: Any, old: Any, new: Any, weight: Any) -> Any:
-    """Interpolate from the nearer end, as ``torch.lerp``: weight 1 leaves nothing of the old value."""
+    """Interpolate from the nearer end, as ``torch.lerp`` does, so that weight 1 gives exactly the new value."""
     return xp.where(weight < 0.5, old + weight * (new - old), new - (1 - weight) * (new - old))
 
 
 def _cast(xp: Any, value: Any, dtype: Any) -> Any:
-    """Convert a type; Keras has no ``asarray`` and torch no ``array``."""
+    """Convert to a type; Keras has no ``asarray``, torch no ``array``."""
     return (xp.asarray if hasattr(xp, "asarray") else xp.array)(value, dtype=dtype)
 
 
 # ---- the grouped form with pooled batch statistics: one affine map for each sample and feature
 
 
-def _from_groups(xp: Any, value: Any, d: int) -> Any:
-    """Repeat the value of each group for its features, ``(..., d)``."""
+def _repeat_groups(xp: Any, value: Any, d: int) -> Any:
+    """Repeat the value of each group for its features: ``(..., groups)`` to ``(..., d)``."""
     shape = value.shape
     if shape[-1] in (1, d):  # broadcasts as it is
         return value
     tiled = xp.tile(value[..., None], (*[1] * len(shape), d // shape[-1]))
-    return xp.reshape(tiled, (*_known(shape[:-1]), d))
+    return xp.reshape(tiled, (*_open_sizes(shape[:-1]), d))
 
 
-def _by_group(xp: Any, value: Any, groups: int) -> Any:
+def _split_groups(xp: Any, value: Any, groups: int) -> Any:
     """Reshape ``(..., d)`` to ``(..., groups, d / groups)``, which broadcasts against ``(..., groups, 1)``."""
-    return xp.reshape(value, (*_known(value.shape[:-1]), groups, value.shape[-1] // groups))
+    return xp.reshape(value, (*_open_sizes(value.shape[:-1]), groups, value.shape[-1] // groups))
 
 
-def _flat(xp: Any, value: Any) -> Any:
+def _flatten_groups(xp: Any, value: Any) -> Any:
     """Reshape ``(..., groups, d / groups)`` to ``(..., d)``."""
-    return xp.reshape(value, (*_known(value.shape[:-2]), value.shape[-2] * value.shape[-1]))
+    return xp.reshape(value, (*_open_sizes(value.shape[:-2]), value.shape[-2] * value.shape[-1]))
 
 
-def _known(shape: Any) -> tuple[int, ...]:
+def _open_sizes(shape: Any) -> tuple[int, ...]:
     """Replace a size that a TensorFlow graph leaves open by -1, for ``reshape``."""
     return tuple(-1 if size is None else size for size in shape)
 
 
 def coefficients(xp: Any, s: Statistics, gamma: Any, beta: Any, d: int, spec: Spec) -> tuple[Any, Any]:
-    """Return eqs 14-17, or 22-25, sorted by ``x``: ``a`` and ``b`` of ``y = a x + b``."""
+    """Return ``a`` and ``b`` of ``y = a x + b``: eqs 14-17, or 22-25, with the terms collected."""
     assert spec.groups is not None
     w_B, w_F = weights(s.inverse_m, spec.mix_eps, d, spec.dim_scale)
     slope_B = w_B / (s.batch_var + spec.eps) ** 0.5
     slope_F = w_F / (s.feature_var + spec.eps) ** 0.5
     offset_B, offset_F = slope_B * s.batch_mean, slope_F * s.feature_mean
     a, b = (
-        _flat(xp, _by_group(xp, of_batch, spec.groups) + of_features[..., None])
+        _flatten_groups(xp, _split_groups(xp, of_batch, spec.groups) + of_features[..., None])
         for of_batch, of_features in ((slope_B, slope_F), (offset_B, offset_F))
     )
     if gamma is not None:

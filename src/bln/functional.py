@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from . import _backends, formula
 from ._activation import Activation, check_activation, check_residual
-from ._masks import is_host_readable
+from ._masks import is_host_readable, not_a_mask
 from ._positions import check_shapes
 from ._spec import Spec
 from .config import CURRENT, POPULATION, StatisticsConfig
@@ -20,7 +20,7 @@ __all__ = ["Statistics", "batch_layer_norm"]
 
 
 class Options(TypedDict, total=False):
-    """All but the tensors of a call, and ``return_statistics``, by which the result's type differs."""
+    """The keyword arguments of a call but ``return_statistics``, by which the type of the result differs."""
 
     channel_dim: int
     groups: int | None
@@ -81,12 +81,12 @@ def batch_layer_norm(
         return_statistics: Return ``(y, statistics)``; the statistics that were used, detached.
 
     Returns:
-        ``y``, of ``x``'s shape and type. Statistics are computed in float32 (float64 if anything given is).
+        ``y``, of ``x``'s shape and type. Statistics are computed in float32 (float64 if any argument is).
     """
     spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
     if not isinstance(channel_dim, SupportsIndex):
         raise TypeError(f"channel_dim must be an integer, 1 or -1 for features last, got {channel_dim!r}")
-    channel_dim = check(x, mask, index(channel_dim), empty=population is not None)
+    channel_dim = check(x, mask, index(channel_dim), allow_empty=population is not None)
     activation = check_activation(activation)
     check_residual(residual, x)
     spec.check_features(x.shape[channel_dim])
@@ -116,12 +116,13 @@ def batch_layer_norm(
 
 
 def check(
-    x: Tensor, mask: Tensor | None, channel_dim: int, features: int | None = None, *, empty: bool = False,
-    hidden: bool = False,
+    x: Tensor, mask: Tensor | None, channel_dim: int, features: int | None = None, *, allow_empty: bool = False,
+    allow_hidden: bool = False,
 ) -> int:  # fmt: skip
-    """Refuse what cannot be normalized; returns the dimension of features counted from the front.
+    """Return the dimension of features counted from the front; refuse an input or mask that cannot be normalized.
 
-    ``empty`` allows inputs without samples, ``hidden`` masks that hide everything: other ranks may have more.
+    ``allow_empty`` is for inputs without samples, ``allow_hidden`` for masks that hide everything: other ranks may have
+    samples.
     """
     if not isinstance(x, Tensor):
         way = "; torch.fx wants a Tracer whose is_leaf_module is true of the layer" if isinstance(x, fx.Proxy) else ""
@@ -131,19 +132,17 @@ def check(
             f"expected a real floating point input of 16 bits or more, got {x.dtype}; convert it first, as in x.float()"
         )
     if mask is None:
-        return check_shapes("channel_dim", channel_dim, x.shape, features, None, empty)
+        return check_shapes("channel_dim", channel_dim, x.shape, features, None, allow_empty)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        way = "mask.bool()" if isinstance(mask, Tensor) else "torch.tensor(mask)"
-        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try {way}")
-    channel_dim = check_shapes("channel_dim", channel_dim, x.shape, features, mask.shape, empty)
-    if not hidden and mask.numel() and is_host_readable(mask) and not mask.any():
+        raise not_a_mask(mask)
+    channel_dim = check_shapes("channel_dim", channel_dim, x.shape, features, mask.shape, allow_empty)
+    if not allow_hidden and mask.numel() and is_host_readable(mask) and not mask.any():
         raise ValueError("the mask hides every entry; at least one must be real. Skip such a batch")
     return channel_dim
 
 
 def _check_population(population: Statistics, x: Tensor, channel_dim: int, spec: Spec) -> None:
-    """Refuse statistics that are not those of such inputs."""
+    """Refuse statistics that do not fit the input."""
     if not isinstance(population, Statistics) or not all(isinstance(value, Tensor) for value in population):
         kinds = ", ".join(type(v).__name__ for v in population) if isinstance(population, tuple) else ""
         raise TypeError(

@@ -6,21 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from . import _arrays, formula
-from ._array_models import calibrate, configure, reset_statistics, search
 from ._install import install
-from ._positions import check_shapes, sizes, window
-from ._progress import check_repeatable
-from ._spec import Spec, check_layer, option
-from .config import StatisticsConfig
 
-try:
+try:  # before NumPy, which comes with it
     import keras
     from keras import ops
 except ImportError as error:
     raise ImportError(f"bln.keras takes Keras 3, which is not installed: {install('keras')}") from error
+
+import numpy as np
+
+from . import _arrays, formula
+from ._array_models import calibrate, configure, reset_statistics, search
+from ._positions import check_shapes, sizes, window
+from ._progress import check_repeatable
+from ._spec import Spec, check_channel_dim, check_momentum, option
+from .config import StatisticsConfig
 
 __all__ = [
     "BatchLayerNormalization",
@@ -104,7 +105,8 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
             setattr(self, name, value)
         self.spec = Spec.of(groups, per_position, epsilon, mix_epsilon, dim_scale)
         self.position_shape = sizes(position_shape, self.per_position)
-        self.axis = check_layer("axis", axis, -1, momentum, "old")
+        self.axis = check_channel_dim("axis", axis, -1)
+        check_momentum(momentum, "old")
         self.momentum, self.center, self.scale = momentum, center, scale
         self.supports_masking = True
         self.gamma = self.beta = None
@@ -115,12 +117,12 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         names = ["axis", "groups", "per_position", "position_shape", "epsilon", "mix_epsilon", "momentum"]
         names += ["center", "scale", "dim_scale"]
         options = {name: library.serialize(getattr(self, name)) for name, library in _PARAMETER_OPTIONS.items()}
-        given = {name: getattr(self, name) for name in names} | {"config": str(self.config)}
-        return super().get_config() | given | options  # type: ignore[no-any-return]
+        own = {name: getattr(self, name) for name in names} | {"config": str(self.config)}
+        return super().get_config() | own | options  # type: ignore[no-any-return]
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Create parameters and statistics for inputs of this shape."""
-        shape, axis = tuple(input_shape), check_shapes("axis", self.axis, input_shape, None, None, empty=True)
+        shape, axis = tuple(input_shape), check_shapes("axis", self.axis, input_shape, None, None, allow_empty=True)
         features = shape[axis]
         if features is None:
             raise ValueError(f"the number of features, axis {self.axis} of the input shape {shape}, must be known")
@@ -150,7 +152,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the input's shape."""
-        check_shapes("axis", self.axis, input_shape, None, None, empty=True)
+        check_shapes("axis", self.axis, input_shape, None, None, allow_empty=True)
         return input_shape
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
@@ -163,7 +165,7 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
             rows = tensorflow.ensure_shape(rows, expected)
         if mask is not None:
             mask = ops.convert_to_tensor(mask, "bool")
-            check_shapes("axis", self.axis, inputs.shape, None, mask.shape, empty=True)
+            check_shapes("axis", self.axis, inputs.shape, None, mask.shape, allow_empty=True)
         y = self._normalize(rows, mask, training and self.trainable)
         return ops.cast(ops.moveaxis(y, -1, self.axis), self.compute_dtype)
 
@@ -185,14 +187,14 @@ def layers(model: Any) -> dict[str, BatchLayerNormalization]:
 
 
 def _walk(layer: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield a layer, which stands at this path, and all inside it."""
+    """Yield a layer and all inside it, each with its path."""
     yield path, layer
     for child in layer._flatten_layers(include_self=False, recursive=False):
         yield from _walk(child, f"{path}/{child.name}" if path else child.name)
 
 
 class ResetStatistics(keras.callbacks.Callback):
-    """Forget the population when an epoch begins, in layers with ``momentum=None``: theirs is then of the epoch."""
+    """Forget the population when an epoch begins, in layers with ``momentum=None``, so that they average one epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forget the population."""
@@ -206,7 +208,7 @@ class Calibrate(keras.callbacks.Callback):
 
     Args:
         batches: What ``calibrate`` takes; each evaluation goes through them.
-        progress: Show a progress bar, if rich is installed and a terminal there to see it.
+        progress: Show a progress bar, if rich is installed and standard error is a terminal.
     """
 
     def __init__(self, batches: Iterable[Any], *, progress: bool = False) -> None:
@@ -219,7 +221,7 @@ class Calibrate(keras.callbacks.Callback):
         calibrate(self.model, self.batches, progress=self.progress)
 
 
-# ---- what _array_models.py takes of a framework
+# ---- what _array_models.py needs of a framework
 
 _LAYER = "BatchLayerNormalization"
 _ACCURACY_THRESHOLD = 0.5  # of probabilities, as in compile(metrics=["accuracy"])
@@ -233,18 +235,18 @@ def _modes(model: Any) -> list[tuple[Any, str]]:
 
 def _runner(model: Any, step: Callable[[Any, Any], Any] | None, calibrating: bool) -> Callable[[Any], Any]:
     """Return the function that runs the model on inputs, or ``step`` on a batch."""
-    if calibrating:  # what was traced before would not calibrate
+    if calibrating:  # a function traced before would not calibrate
         model.predict_function = None
     return model.predict_on_batch if step is None else partial(step, model)
 
 
-def _measure(name: str, given: Any) -> Callable[[Any, Any], float]:
+def _metric(name: str, metric: Any) -> Callable[[Any, Any], float]:
     """Return the mean over a batch of the loss, or of the metric of this name, for what ``compile`` would take."""
-    function = (keras.losses if name == "loss" else keras.metrics).get(given)
+    function = (keras.losses if name == "loss" else keras.metrics).get(metric)
 
-    def measure(outputs: Any, targets: Any) -> float:
+    def mean(outputs: Any, targets: Any) -> float:
         if isinstance(function, keras.metrics.Metric):
             function.reset_state()
         return float(np.mean(ops.convert_to_numpy(function(targets, outputs))))
 
-    return measure
+    return mean

@@ -1,4 +1,4 @@
-"""``bln.BatchLayerNorm``, the layer: options, forward, state dict, and what it shows of itself."""
+"""``bln.BatchLayerNorm``, the layer: options, forward pass, state dict and representation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._memory import Memory
 from ._models import padding as _padding
 from ._positions import sizes
 from ._scripting import refuse_scripting
-from ._spec import Spec, check_layer, option, positive
+from ._spec import Spec, check_channel_dim, check_momentum, option, positive
 from .config import StatisticsConfig
 from .population import Population
 
@@ -37,7 +37,7 @@ class BatchLayerNorm(nn.Module):
     where ``mean_B``, ``var_B`` are mean and biased variance over samples, one for each position and feature, and
     ``mean_F``, ``var_F`` those over features, one for each sample and position. Population statistics are averaged on
     the way. In ``eval()`` each of the four is the population's or the current mini-batch's, as ``config`` says, and
-    ``1/m`` is the one remembered from training. Put the layer behind the nonlinearity.
+    ``1/m`` is the one remembered from training. Put the layer after the nonlinearity.
 
     With ``groups`` it is the form to use in convolutional nets: batch statistics are pooled over positions, as
     BatchNorm's, and feature statistics are those of a sample over a group of features and all positions, as
@@ -64,7 +64,7 @@ class BatchLayerNorm(nn.Module):
             ``g(BLN(x) + residual)``, as the blocks of residual nets do. The grouped form on a GPU does so in the same
             pass. ``None`` leaves the output as it is.
         process_group: In training, take batch statistics and ``m`` over all ranks of this ``torch.distributed`` group;
-            ``"world"`` is the default group, once there is one. A rank may hold any number of samples, none
+            ``"world"`` is the default group, once it is initialized. A rank may hold any number of samples, none
             included. In ``eval()`` ranks do not talk: current statistics are those of the rank's own batch.
         device: Of parameters and statistics.
         dtype: Of the parameters; statistics are float64 where this is, else float32.
@@ -120,7 +120,8 @@ class BatchLayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.num_features = num_features = positive("num_features must be", num_features)
-        self.channel_dim = check_layer("channel_dim", channel_dim, 1, momentum, "new")
+        self.channel_dim = check_channel_dim("channel_dim", channel_dim, 1)
+        check_momentum(momentum, "new")
         if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
         self.spec = spec = Spec.of(groups, per_position, eps, mix_eps, dim_scale)
@@ -147,7 +148,7 @@ class BatchLayerNorm(nn.Module):
         self._config = StatisticsConfig.parse(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "activation":  # no property: nn.Module passes that by where the value is a module
+        if name == "activation":  # not a property, which nn.Module would bypass for a value that is a module
             check_activation(value)
         super().__setattr__(name, value)
 
@@ -171,7 +172,7 @@ class BatchLayerNorm(nn.Module):
     @property
     def process_group(self) -> ProcessGroup | Literal["world"] | None:
         """The ranks that training takes statistics over; assign ``None`` for this process alone."""
-        return None if self._group is None else self._group.given
+        return None if self._group is None else self._group.process_group
 
     @process_group.setter
     def process_group(self, value: ProcessGroup | Literal["world"] | None) -> None:
@@ -183,8 +184,8 @@ class BatchLayerNorm(nn.Module):
         Without one, a mask given by ``bln.padding`` is used where it fits. The residual is added to what was
         normalized, before the activation.
         """
-        if mask is None and _padding.known():
-            return _padding.normalize(self, x, partial(self._forward, residual=residual))
+        if mask is None and _padding.is_active():
+            return _padding.call_with_mask(self, x, partial(self._forward, residual=residual))
         if mask is None and self.training and self.spec.coefficients:
             y = _backends.train_quickly(self, x, residual)
             if y is not None:
@@ -193,8 +194,11 @@ class BatchLayerNorm(nn.Module):
 
     def _forward(self, x: Tensor, mask: Tensor | None, residual: Tensor | None = None) -> Tensor:
         group = self._group.resolve() if self.training and self._group is not None else None
-        empty, hidden = group is not None or not self.training, group is not None  # other ranks may have more
-        channel_dim = functional.check(x, mask, self.channel_dim, self.num_features, empty=empty, hidden=hidden)
+        elsewhere = group is not None  # other ranks may have samples
+        channel_dim = functional.check(
+            x, mask, self.channel_dim, self.num_features,
+            allow_empty=elsewhere or not self.training, allow_hidden=elsewhere,
+        )  # fmt: skip
         check_residual(residual, x)
         call = x, self.weight, self.bias, mask, channel_dim, self.spec, self.population
         after: Any = {"residual": residual, "activation": self.activation}
@@ -208,14 +212,14 @@ class BatchLayerNorm(nn.Module):
         self.population.reset()
 
     def reset_parameters(self) -> None:
-        """Scale 1, shift 0, and no population."""
+        """Set scale 1 and shift 0, and forget the population."""
         self.reset_statistics()
         for parameter, value in ((self.weight, 1), (self.bias, 0)):
             if parameter is not None:
                 nn.init.constant_(parameter, value)
 
     def get_extra_state(self) -> Tensor:
-        """The configuration's prior strengths, infinite for the population: a searched model is loaded as found."""
+        """Return the configuration's prior strengths, infinite for the population, so that state dicts hold it."""
         return torch.tensor(self.config.priors, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
@@ -231,7 +235,7 @@ class BatchLayerNorm(nn.Module):
         self.config = StatisticsConfig.of(priors)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Keep the configuration where the statistics will be refused; say what a BatchNorm's are good for."""
+        """Keep the configuration if the statistics will be refused; warn of the running statistics of a BatchNorm."""
         if prefix + "running_mean" in state_dict:
             warnings.warn(
                 f"{prefix}running_mean is a BatchNorm's: load that checkpoint into the model as it was, then call "
@@ -248,7 +252,7 @@ class BatchLayerNorm(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        """What was chosen: features, positions, configuration, and whatever is not a default."""
+        """Return features, positions, configuration, and every option that is not the default."""
         usual = Spec.of(self.groups, self.per_position, self.eps)
         options = [
             ("channel_dim", self.channel_dim, 1),

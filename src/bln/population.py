@@ -1,4 +1,4 @@
-"""What the layer remembers of its training: five statistics, averaged over mini-batches."""
+"""``Population``: the five statistics that a layer averages over its training mini-batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _positions, formula
-from ._masks import counts_of, is_host_readable
-from ._masks import present as samples_in
+from ._masks import counts_of, has_real_entry, is_host_readable
 from ._spec import Spec
 from .formula import COUNTERS, INITIAL, Averages, MiniBatch, Statistics
 
@@ -21,10 +20,10 @@ Snapshot = tuple[bool, dict[str, Tensor]]
 
 
 class Population(nn.Module):
-    """Population statistics, features last, and how many mini-batches and samples each stands for.
+    """Population statistics, features last, and the number of mini-batches and samples that each averages.
 
-    ``position_shape`` is ``()`` without positions, and ``None`` while they are unknown: then the statistics, broadcast
-    over all positions, wait for the first mini-batch to say. ``dtype`` is that of the layer's parameters; statistics
+    ``position_shape`` is ``()`` without positions, and ``None`` until the first mini-batch shows them; until then the
+    statistics broadcast over positions. ``dtype`` is that of the layer's parameters; statistics
     are float64 where this is, else float32. The counters have a row for each statistic, in the order of ``Statistics``.
     """
 
@@ -36,7 +35,7 @@ class Population(nn.Module):
     updates: Tensor
     samples: Tensor
     agreed_on_positions = False
-    """Whether the ranks of a synchronized layer know that they have the same."""
+    """Whether the ranks of a synchronized layer have checked that their positions are the same."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Population(nn.Module):
 
     @property
     def position_shape(self) -> tuple[int, ...] | None:
-        """The positions statistics are kept for; ``None`` while they are unknown."""
+        """The positions that have statistics; ``None`` while they are unknown."""
         positions = tuple(self.batch_mean.shape[:-1])
         return positions if positions or self.without_positions else None
 
@@ -81,31 +80,31 @@ class Population(nn.Module):
     # ---- reading
 
     def statistics(self, positions: tuple[int, ...], m: int | Tensor) -> Statistics:
-        """The statistics at the input's positions; where nothing was seen yet, ``m`` is that of the input."""
+        """Return the statistics at these positions; where none was averaged yet, ``1/m`` is that of ``m``."""
         at = window(positions, self.position_shape)
-        values = Statistics(*self._kept(at))
+        values = Statistics(*self._values(at))
         seen = self.updates[STATISTICS.index("inverse_m")] > 0
         if len(at) > 0:  # not "if at", of which a compiler makes a graph for each length
             seen = seen[at]
         current = 1 / (m.clamp(min=1).to(values.inverse_m.dtype) if isinstance(m, Tensor) else m)
         return values._replace(inverse_m=torch.where(seen, values.inverse_m, current))
 
-    def _kept(self, at: tuple[slice, ...]) -> list[Tensor]:
-        """The statistics at these positions, which those of groups do not have."""
-        kept = [getattr(self, name) for name in STATISTICS]
+    def _values(self, at: tuple[slice, ...]) -> list[Tensor]:
+        """Return the statistics at these positions; the feature statistics of groups have none."""
+        values = [getattr(self, name) for name in STATISTICS]
         if len(at) > 0:
             for row, name in enumerate(STATISTICS):  # in a comprehension, too, there would be a graph for each length
                 if self.groups is None or not name.startswith("feature"):
-                    kept[row] = kept[row][at]
-        return kept
+                    values[row] = values[row][at]
+        return values
 
     def at_positions_of(self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec) -> Statistics:
-        """The statistics at an input's positions; where nothing was seen yet, ``m`` is that of the input."""
+        """Return the statistics at the positions of an input; where none was averaged yet, ``1/m`` is the input's."""
         m, _, positions = counts_of(x, mask, channel_dim, spec)
         return self.statistics(positions, m)
 
     def positions_for(self, positions: tuple[int, ...]) -> tuple[int, ...]:
-        """All positions statistics are kept for, where an input with these comes in."""
+        """Return all positions that have statistics: those of the input while none are known. Refuse others."""
         known = self.position_shape
         window(positions, known)
         return positions if known is None else known
@@ -115,56 +114,56 @@ class Population(nn.Module):
     def update_from(
         self, x: Tensor, mask: Tensor | None, channel_dim: int, spec: Spec, batch: Statistics, momentum: float | None
     ) -> None:
-        """``update`` with the statistics of an input."""
+        """Average with the statistics of an input, which are those of a mini-batch by itself."""
         m, entries, positions = counts_of(x, mask, channel_dim, spec)
         present = m
         if mask is not None and spec.groups is not None and spec.per_position:
-            present = samples_in(mask).sum()
+            present = has_real_entry(mask).sum()
         dtype = batch.inverse_m.dtype
         counts = (c.to(dtype) if isinstance(c, Tensor) else c for c in (m, entries, present))
         self.update(formula.estimates(torch, MiniBatch(batch, *counts), spec), positions, momentum)
 
     @torch.no_grad()
     def update(self, new: MiniBatch, positions: tuple[int, ...], momentum: float | None) -> None:
-        """Average with what ``formula.estimates`` says of a training mini-batch, unless that is not finite.
+        """Average with the ``formula.estimates`` of a training mini-batch, unless they are not finite.
 
         ``positions`` are those of the input, ``()`` where statistics are pooled over them.
         """
         at = self.expect(positions)
         updates, samples, like = self.updates, self.samples, self.inverse_m
-        kept, values = self._kept(at), new.statistics
+        old, values = self._values(at), new.statistics
         if values.batch_mean.dtype != like.dtype:
             values = Statistics(*(value.to(like.dtype) for value in values))
         if len(at) > 0:
             updates, samples = updates[:, *at], samples[:, *at]
         _, m, entries, present = new
         if is_host_readable(values.batch_var) and isinstance(m, int) and present == m > 0 and entries > 1:
-            # Mostly all counts are the same, and one number does for all weights: a third less time with small inputs.
+            # As a rule all counts are equal, and one number is the weight of all: a third less time for small inputs.
             variances = values.batch_var, values.feature_var
             if not all(value.max().item() < math.inf for value in variances):  # nor NaN
                 return
             least, most = (count.item() for count in (samples if momentum is None else updates).aminmax())
             if least == most:
                 weight: Any = m / (least + m) if momentum is None else max(1 / (least + 1), momentum)
-                torch._foreach_lerp_(kept, values, weight)
+                torch._foreach_lerp_(old, values, weight)
                 updates += 1
                 samples += m
                 return
         counts = (c if isinstance(c, Tensor) else like.new_full((), c) for c in (m, entries, present))
-        before, new = Averages(Statistics(*kept), updates, samples), MiniBatch(values, *counts)
+        before, new = Averages(Statistics(*old), updates, samples), MiniBatch(values, *counts)
         after = formula.update(torch, before, new, momentum, self.groups)
-        for old, value in zip((*kept, updates, samples), after.by_name().values(), strict=True):
+        for buffer, value in zip((*old, updates, samples), after.by_name().values(), strict=True):
             # Through an alias: compiled, torch 2.13 forgets to write to a float64 input without dimensions.
-            old.detach().copy_(value)
+            buffer.detach().copy_(value)
 
     def expect(self, positions: tuple[int, ...]) -> tuple[slice, ...]:
-        """Learn these positions, if none are known, and return their slices of those known; refuse others."""
+        """Return the slices of the known positions that these are; learn them while none are known, refuse others."""
         if self.position_shape is None:
             self.learn_positions(positions)
         return window(positions, self.position_shape)
 
     def learn_positions(self, positions: tuple[int, ...]) -> None:
-        """Keep statistics for these positions from now on; each starts with what is known so far."""
+        """Keep statistics for these positions from now on; each starts from the values there are."""
         if not positions:
             self.without_positions = True
             return
@@ -181,14 +180,14 @@ class Population(nn.Module):
             for name, shape in self._shapes(positions).items():
                 buffer = getattr(self, name)
                 if compiling:
-                    setattr(self, name, spread(buffer, name, shape))
+                    setattr(self, name, expand(buffer, name, shape))
                 else:
-                    buffer.data = spread(buffer, name, shape)  # DistributedDataParallel holds on to the tensor
+                    buffer.data = expand(buffer, name, shape)  # DistributedDataParallel holds on to the tensor
 
-    # ---- keeping and putting back
+    # ---- snapshots
 
     def snapshot(self) -> Snapshot:
-        """Everything remembered, for ``restore``."""
+        """Return a copy of everything remembered, for ``restore``."""
         with torch.inference_mode(False):
             return self.without_positions, {name: buffer.clone() for name, buffer in self.named_buffers()}
 
@@ -201,7 +200,7 @@ class Population(nn.Module):
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Put back what ``snapshot`` found, the positions too."""
+        """Return to a snapshot, its positions included."""
         self.without_positions, values = snapshot
         for name, value in values.items():
             buffer = getattr(self, name)
@@ -212,9 +211,9 @@ class Population(nn.Module):
 
     @torch.no_grad()
     def complete(self, snapshot: Snapshot) -> None:
-        """Take from the snapshot what was not learned since, and ``1/m`` wherever it was known."""
+        """Take from the snapshot the statistics that have no mini-batch since, and each ``1/m`` that was known."""
         shapes = self._shapes(self.position_shape or ())
-        old = {name: spread(snapshot[1][name], name, shape) for name, shape in shapes.items()}
+        old = {name: expand(snapshot[1][name], name, shape) for name, shape in shapes.items()}
         after, before = Averages.of(dict(self.named_buffers())), Averages.of(old)
         for name, value in formula.complete(torch, after, before, self.groups).by_name().items():
             getattr(self, name).copy_(value)
@@ -226,7 +225,7 @@ class Population(nn.Module):
         return self
 
     def refusal(self, state_dict: dict[str, Any], prefix: str) -> str:
-        """Why the statistics of a state dict do not fit this layer; empty where they do."""
+        """Return why the statistics of a state dict do not fit this layer; empty if they do."""
         saved = self._saved(state_dict, prefix)
         if "batch_mean" not in saved:
             return ""
@@ -238,8 +237,8 @@ class Population(nn.Module):
             groups = None if sizes == positions else sizes[0] if sizes else None
             return f"saved with groups={groups}, but this layer has groups={self.groups}; build it as it was when saved"
         if wrong:
-            given = ", ".join(f"{name} {shape}" for name, shape in wrong.items())
-            return f"{given} in the state dict do not fit a layer of {self.num_features} features"
+            shapes = ", ".join(f"{name} {shape}" for name, shape in wrong.items())
+            return f"{shapes} in the state dict do not fit a layer of {self.num_features} features"
         if positions and known is not None and positions != known:
             return (
                 f"saved with statistics for positions {positions}, but this layer keeps them for "
@@ -248,12 +247,12 @@ class Population(nn.Module):
         return ""
 
     def _saved(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """The statistics and counters of a state dict, by name."""
-        found = {name: state_dict.get(prefix + name) for name in INITIAL}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        """Return the statistics and counters of a state dict, by name."""
+        saved = {name: state_dict.get(prefix + name) for name in INITIAL}
+        return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load all or nothing, agreeing on positions first where only one side knows them."""
+        """Load all or nothing; where only one side knows its positions, the other takes them over first."""
         if reason := self.refusal(state_dict, prefix):
             args[-1].append(f"size mismatch for {prefix}: {reason}")
             return
@@ -264,39 +263,39 @@ class Population(nn.Module):
                 self.learn_positions(positions)
             elif known and not positions:
                 shapes = self._shapes(known)
-                state_dict.update({prefix + name: spread(t, name, shapes[name]) for name, t in saved.items()})
+                state_dict.update({prefix + name: expand(t, name, shapes[name]) for name, t in saved.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for name in INITIAL:  # they may have been assigned, as they were in the dict
+        for name in INITIAL:  # assign=True takes the tensors of the dict as they are
             value = getattr(self, name)
             setattr(self, name, (value.float() if _narrow(value) else value).contiguous())
 
 
 def window(positions: tuple[int, ...], known: tuple[int, ...] | None) -> tuple[slice, ...]:
-    """Return the slices of the known positions that an input uses; whether torch compiles is looked up."""
+    """Return the slices of the known positions that an input uses, as ``_positions.window`` does for torch."""
     return _positions.window(positions, known, torch.compiler.is_compiling())
 
 
 def keep_precision(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``move``, but where it would narrow a tensor below float32 it changes the device alone; layouts stay.
+    """Wrap ``move``: a tensor that it would narrow below float32 changes its device alone, and layouts stay.
 
-    A memory format is for inputs and weights of convolutions. One of four dimensions cannot be had in five.
+    A memory format is meant for convolutions, and that of four dimensions would be an error in five.
     """
 
-    def kept(tensor: Tensor) -> Tensor:
+    def move_precisely(tensor: Tensor) -> Tensor:
         flat = tensor.flatten()  # torch gives formats to tensors of four and five dimensions
         moved = move(flat)
         if moved is flat:
             return tensor
         return tensor.to(moved.device) if _narrow(moved) else moved.view(tensor.shape)
 
-    return kept
+    return move_precisely
 
 
 def _narrow(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
-def spread(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A statistic or counter without positions, given to each position of ``shape``; one that fits, as a copy."""
-    spread: Tensor = formula.expand(torch, name, value, shape)
-    return spread.clone()
+def expand(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Repeat a statistic or counter for each position of ``shape``; return a copy, also where it has that shape."""
+    expanded: Tensor = formula.expand(torch, name, value, shape)
+    return expanded.clone()

@@ -11,7 +11,7 @@ from tiny_runs import TINY, patch
 
 import bln
 from bln._install import install
-from bln.cli import _spread, main
+from bln.cli import _repeat_options, main
 from bln.experiments import demo, table
 from bln.experiments.reproduce import estimate, plan, reproduce, rows, work_left
 from bln.experiments.runs import Estimate, RunFolder, Settings
@@ -105,7 +105,7 @@ class TestCommandLine:
     def test_options_take_several_values(self):
         given = ["reproduce", "cnn", "--batch-size", "1", "25", "--norms", "bln", "--seeds", "2"]
         expected = ["reproduce", "cnn", "--batch-size", "1", "--batch-size", "25", "--norms", "bln", "--seeds", "2"]
-        assert _spread(given) == expected
+        assert _repeat_options(given) == expected
 
     def test_an_experiment_from_end_to_end(self, tmp_path, monkeypatch, capsys):
         patch(monkeypatch)

@@ -54,6 +54,19 @@ def test_the_best_rate_is_the_one_with_the_highest_accuracy_on_the_seeds_all_hav
     assert study.best_rate([*rows, row(0.3, 0, None, "diverged"), row(0.3, 1, 0.99)]) == 0.1
 
 
+def test_what_a_process_is_sent_does_not_change_while_it_is_sent(tmp_path, monkeypatch):
+    def side_by_side(function, jobs, workers):
+        jobs = list(jobs)
+        before = [dict(known) for _, known, _ in jobs]
+        for job in jobs:
+            yield function(*job)
+        assert [known for _, known, _ in jobs] == before
+
+    monkeypatch.setattr(study, "side_by_side", side_by_side)
+    path = study.study([CELL, replace(CELL, norm="bn")], tmp_path, Path(), device=CPU, workers=2)
+    assert {row["norm"] for row in table.read(path)} == {"gn", "bn"}
+
+
 def test_more_seeds_are_added_to_what_is_there(whole, tmp_path, monkeypatch):
     study.study([replace(CELL, seeds=2)], tmp_path, Path(), device=CPU)
     trained = []

@@ -98,6 +98,10 @@ class TestCommand:
             (["{}:nothing"], "no model at 'net_.* has no attribute 'nothing'"),
             (["no_such_module:net"], "no model at 'no_such_module:net': No module named 'no_such_module'"),
             (["{}:number"], "gives a int, expected a torch module"),
+            (
+                ["torch.nn:Linear"],
+                "torch.nn:Linear takes in_features, out_features; write a function without arguments",
+            ),
             (["{}:net", "--input", "2x3"], "--input must be sizes with commas between.*got '2x3'"),
             (["{}:net", "--input", "2,5,8,8"], r"cannot be run on random inputs of shape \(2, 5, 8, 8\)"),
             (["{}:net", "--device", "nowhere"], "device 'nowhere' cannot be used here"),

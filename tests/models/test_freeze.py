@@ -263,7 +263,7 @@ class TestWhatIsNotFolded:
     def test_across_a_nonlinearity(self):
         net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), BatchLayerNorm(4), nn.Tanh(), nn.Linear(4, 4))
         assert self.reasons(net, 6, 4).kept == {
-            "2": "1 before it is no linear layer or convolution; 3 behind it is no linear layer or convolution"
+            "2": "1 before it is no linear layer or convolution; 3 after it is no linear layer or convolution"
         }
 
     def test_outputs_that_are_used_twice(self):
@@ -319,7 +319,7 @@ class TestWhatIsNotFolded:
                     h = torch.flatten(h, 2) if form == "function" else h.flatten(2, -1)
                 return self.head(h)
 
-        assert "flatten behind it is no linear layer" in self.reasons(Net(), 6, 4, 2, 2).kept["norm"]
+        assert "flatten after it is no linear layer" in self.reasons(Net(), 6, 4, 2, 2).kept["norm"]
 
     def test_inputs_without_samples(self):
         """What a convolution takes for features, the layer takes for samples: the shapes would fit."""

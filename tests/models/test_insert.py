@@ -1,4 +1,4 @@
-"""A BLN layer behind every nonlinearity."""
+"""A BLN layer after every nonlinearity."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_existing_bln_layers_are_left_alone():
 def test_inserting_again_changes_nothing():
     net = bln.insert(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 4))
     first = bln.layers(net)
-    with pytest.raises(ValueError, match="GraphModule has no nonlinearity without a BatchLayerNorm behind it"):
+    with pytest.raises(ValueError, match="GraphModule has no nonlinearity without a BatchLayerNorm after it"):
         bln.insert(net, torch.randn(2, 4))
     assert bln.layers(net) == first
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from search_nets import CONFIGS, ROUNDING, Residual, brute_force, data, dense, labelled, sided, trained
 
 import bln
-from bln._search import Row, SearchResult
-from bln._search.result import Score, averages
+from bln._search.result import Row, Score, SearchResult, average_scores
 
 TRAIN, BATCHES = data((9, 9, 4), seed=1), data((7, 7, 4), shift=0.3)
 PRIORS = bln.StatisticsConfig.shrunk(4, 16, 64)
@@ -123,6 +122,6 @@ def test_a_result_prints_where_every_row_has_an_order_that_gives_nan():
 
 
 def test_a_loss_that_explodes_has_an_infinite_error():
-    exploding, usual = averages([[[1e200], [1.0]], [[3e200], [2.0]]], [5, 5], [])
+    exploding, usual = average_scores([[[1e200], [1.0]], [[3e200], [2.0]]], [5, 5], [])
     assert (exploding.loss, exploding.loss_error) == (2e200, math.inf)
     assert usual.loss_error == 0.5

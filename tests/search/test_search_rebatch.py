@@ -23,8 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bln
-from bln._search import Row
-from bln._search.result import Score
+from bln._search.result import Row, Score
 
 TRAIN, BATCHES = data((9, 9), seed=1), data((7, 7, 4), shift=0.3)
 

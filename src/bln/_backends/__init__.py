@@ -36,7 +36,7 @@ quick: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
 
 
 def train_quickly(layer: BatchLayerNorm, x: Tensor, residual: Tensor | None) -> Tensor | None:
-    """A layer's training call by kernels, past checks that such a call passed before; ``None`` where there was none."""
+    """Train a layer by kernels without the checks, if a call of the same kind has passed them before; else ``None``."""
     if torch.compiler.is_compiling() or quick is None:  # a trace would guard quick, and may set it later
         return None
     return quick(layer, x, residual)
@@ -47,21 +47,21 @@ def train(
     population: Population | None = None, momentum: float | None = None, *, group: ProcessGroup | None = None,
     residual: Tensor | None = None, activation: Activation | None = None,
 ) -> tuple[Tensor, Statistics | None]:  # fmt: skip
-    """Normalize ``x``, which was checked, by its own statistics: ``g(BLN(x) + residual)``; update the population.
+    """Return ``g(BLN(x) + residual)`` of a checked ``x`` by its own statistics, and update the population.
 
-    Statistics over all ranks of the group are used, where one is given. Those of the mini-batch are returned, unless
-    the population has been updated with them already.
+    With a group the statistics are those of all its ranks. The statistics of the mini-batch are returned, too, unless
+    the backend has updated the population with them.
     """
-    kept = None if population is None else population.batch_mean
+    statistic = None if population is None else population.batch_mean
     update = None if population is None or recomputing() else (population, momentum)
-    kernels = triton_for(x, channel_dim, spec, residual, gamma, beta, kept)
+    kernels = triton_for(x, channel_dim, spec, residual, gamma, beta, statistic)
     compiling = torch.compiler.is_compiling()
     statistics: Statistics | None = None
     if group is not None and population is not None:
         task = messages.task_of(x, channel_dim, spec, population, group)
         # The kernels know no mask and no groups here, and a compiler does better with plain operators.
         if kernels is None or compiling or mask is not None or spec.groups is not None:
-            y, new = synchronized.train(*widened(x, gamma, beta, kept), mask, task)
+            y, new = synchronized.train(*widened(x, gamma, beta, statistic), mask, task)
             y = like(y, x)
         else:
             from .._distributed import kernels as over_ranks
@@ -71,7 +71,7 @@ def train(
             population.update(new, task.positions, momentum)
     elif kernels is None or (compiling and spec.groups is not None and (mask is not None or population is None)):
         backend = native if spec.groups is None and mask is None else operators
-        y, statistics = backend.train(*widened(x, gamma, beta, kept), mask, channel_dim, spec)
+        y, statistics = backend.train(*widened(x, gamma, beta, statistic), mask, channel_dim, spec)
         y = like(y, x)
     elif compiling:  # it does as well with operators where there is a mask, or nothing to update
         y, statistics = kernels.ops.train(x, gamma, beta, mask, channel_dim, spec, update)
@@ -88,14 +88,12 @@ def infer(
     population: Population | Statistics, config: StatisticsConfig, recall: Recall | None = None, *,
     residual: Tensor | None = None, activation: Activation | None = None,
 ) -> tuple[Tensor, Statistics | None]:  # fmt: skip
-    """Normalize ``x``, which was checked, by the statistics of a configuration: ``g(BLN(x) + residual)``."""
-    given = population if isinstance(population, Statistics) else None
+    """Return ``g(BLN(x) + residual)`` of a checked ``x`` by the statistics of a configuration, and these, if known."""
     if x.numel() == 0:
-        return x.clone(), given
+        return x.clone(), population if isinstance(population, Statistics) else None
     if not isinstance(population, Statistics):
-        kept = population.batch_mean
         ready = recall is None and population.position_shape is not None and not torch.compiler.is_compiling()
-        kernels = triton_for(x, channel_dim, spec, residual, gamma, beta, kept) if ready else None
+        kernels = triton_for(x, channel_dim, spec, residual, gamma, beta, population.batch_mean) if ready else None
         if kernels is not None:
             tensors = x, gamma, beta, mask, channel_dim, spec, population, config
             return kernels.infer(*tensors, residual, activation), None
@@ -106,17 +104,17 @@ def infer(
 
 
 def like(y: Tensor, x: Tensor) -> Tensor:
-    """The output in the input's type, and contiguous where the input is: people call ``.view()`` on it."""
+    """Return the output in the input's type, and contiguous where the input is: people call ``.view()`` on it."""
     y = y.to(x.dtype)
     return y.contiguous() if x.is_contiguous() else y
 
 
 def widened(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, kept: Tensor | None
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, statistic: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Input and parameters in the type of the computation: float32, or float64 if anything given is."""
+    """Return input and parameters in the type of the computation: float32, or float64 if any argument is."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    for other in (gamma, beta, kept):
+    for other in (gamma, beta, statistic):
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     return x.to(dtype), *(None if parameter is None else parameter.to(dtype) for parameter in (gamma, beta))  # type: ignore[return-value]
 
@@ -124,7 +122,7 @@ def widened(
 def triton_for(
     x: Tensor, channel_dim: int, spec: Spec, residual: Tensor | None, *others: Tensor | None
 ) -> ModuleType | None:
-    """The Triton kernels, where these tensors can use them."""
+    """Return the Triton kernels, if these tensors can use them."""
     if (spec.groups is not None and spec.per_position) or not (_on_gpu(x) and _has_triton()):
         return None
     from . import triton
@@ -149,5 +147,5 @@ def _has_triton() -> bool:
 
 
 _triton: bool | None = None
-# What torch.compiler.assume_constant_result does, which imports the whole compiler, and Triton, for it.
+# As torch.compiler.assume_constant_result does, but that imports the whole compiler, and Triton.
 _has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]

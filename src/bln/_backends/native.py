@@ -18,29 +18,29 @@ from ..formula import Statistics
 def train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, channel_dim: int, spec: Spec
 ) -> tuple[Tensor, Statistics]:
-    """Algorithm 1 of ``x``, float32 or float64, in the published form; there is no mask."""
+    """Normalize ``x``, float32 or float64, by its own statistics, in the published form without a mask; return them."""
     n, d, last = x.shape[0], x.shape[channel_dim], x.dim() - 1
     w_B, w_F = formula.weights(1 / n, spec.mix_eps, d, spec.dim_scale)
     gamma = x.new_ones(d) if gamma is None else gamma
     beta = x.new_zeros(d) if beta is None else beta
     rows = _moved(x, channel_dim, last)
 
-    # Batch norm has a column for each statistic. Features may stand anywhere in it, so it takes x as it lies in memory.
-    together = rows.is_contiguous()  # then each view that is spared need not be differentiated
+    # Batch norm has a column for each statistic, in any order. So it takes x in the order of its memory.
+    features_last = rows.is_contiguous()  # each view that is spared need not be differentiated
     by_position = spec.per_position and last > 1
-    as_it_is = not together and x.is_contiguous() and (by_position or channel_dim == 1)
-    lying, at = (x, channel_dim) if as_it_is else (rows, last)
+    features_inside = not features_last and x.is_contiguous() and (by_position or channel_dim == 1)
+    source, at = (x, channel_dim) if features_inside else (rows, last)
     scale, shift = gamma * w_B, beta
     if by_position:
-        columns = lying.reshape(n, -1)
-        # One feature would stay a view of stride 0, which the native backward reads past the end of.
-        spread = (value.reshape(-1, *[1] * (last - at)).expand(lying.shape[1:]) for value in (scale, shift))
+        columns = source.reshape(n, -1)
+        # With one feature, expand gives a view of stride 0, past whose end the native backward would read.
+        spread = (value.reshape(-1, *[1] * (last - at)).expand(source.shape[1:]) for value in (scale, shift))
         scale, shift = (value.contiguous().view(-1) for value in spread)
     else:
-        columns = lying if at == 1 else lying.reshape(-1, d)
+        columns = source if at == 1 else source.reshape(-1, d)
     y_B, *statistics = torch.native_batch_norm(columns, scale, shift, None, None, True, 0.0, spec.eps)
     if by_position:
-        statistics = [_moved(value.view(lying.shape[1:]), at - 1, last - 1) for value in statistics]
+        statistics = [_moved(value.view(source.shape[1:]), at - 1, last - 1) for value in statistics]
     batch_mean, batch_var = statistics[0], _variance(statistics[1], spec.eps)
 
     if d < 8:  # rows too narrow for layer norm's vectors: its backward takes three times as long as these operators
@@ -54,19 +54,19 @@ def train(
         y_F, feature_mean, feature_rstd = torch.native_layer_norm(rows, (d,), gamma * w_F, None, spec.eps)
         feature_var = _variance(feature_rstd, spec.eps)
 
-    y_B = y_B if y_B.shape == lying.shape else y_B.reshape(lying.shape)
-    y_B = _moved(y_B, at, last if together else channel_dim)
-    # Into memory that is there, where it can be: a new page costs more than the sum that fills it.
-    y = _moved(y_F.add_(y_B), last, channel_dim) if together else y_B + _moved(y_F, last, channel_dim)
+    y_B = y_B if y_B.shape == source.shape else y_B.reshape(source.shape)
+    y_B = _moved(y_B, at, last if features_last else channel_dim)
+    # In place where possible: a new page of memory costs more than the sum that fills it.
+    y = _moved(y_F.add_(y_B), last, channel_dim) if features_last else y_B + _moved(y_F, last, channel_dim)
     features = feature_mean.squeeze(-1), feature_var.squeeze(-1)
     return y, Statistics(batch_mean, batch_var, *features, x.new_full((), 1 / n))
 
 
 def _variance(rstd: Tensor, eps: float) -> Tensor:
-    """The variance from a norm's inverse deviation; its rounding error is that of variance + eps, as it is used."""
+    """Return the variance of a norm's inverse deviation, with the rounding error of variance + eps."""
     return rstd.pow(-2).sub_(eps).clamp(min=0)
 
 
 def _moved(x: Tensor, dim: int, to: int) -> Tensor:
-    """``x.movedim(dim, to)``, which takes as long as a small sum even where nothing moves."""
+    """Return ``x.movedim(dim, to)``, which takes as long as a small sum even where nothing moves."""
     return x if dim == to else x.movedim(dim, to)

@@ -16,7 +16,7 @@ from ..formula import Moments, Statistics
 from . import coefficients
 
 Recall = Callable[[Statistics], Statistics]
-"""Joins the mini-batch's statistics with those of earlier ones, at inference."""
+"""A function that joins the statistics of a request with those of earlier ones."""
 
 
 def train(
@@ -62,10 +62,9 @@ def current(rows: Tensor, mask: Tensor | None, spec: Spec, config: StatisticsCon
 
 
 def feature_statistics(rows: Tensor, moments: Any, groups: int | None) -> tuple[Tensor, Tensor]:
-    """Eqs 12, 13 of each sample, with the same bits in any mini-batch.
+    """Return feature statistics (eqs 12, 13) whose bits do not depend on the mini-batch.
 
-    Torch sums rows that lie in memory one by one, each in the same order. A lone one it splits over threads, so that
-    one gets company.
+    Torch sums each of several contiguous rows in one order. It splits a single row over threads, so that is doubled.
     """
     pair = not torch.compiler.is_compiling() and rows.shape[0] == 1
     if groups is None:

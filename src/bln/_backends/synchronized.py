@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import formula
 from .._distributed import messages
-from .._distributed.messages import Sums, Task, fit, here
+from .._distributed.messages import Sums, Task, crop_positions, pad_positions
 from .._masks import count, hide
 from ..formula import MiniBatch, Statistics
 from . import operators
@@ -19,9 +19,9 @@ from . import operators
 def train(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, mask: Tensor | None, task: Task
 ) -> tuple[Tensor, MiniBatch]:
-    """Normalize this rank's ``x`` by the statistics of all ranks, and return what these say of the population.
+    """Normalize this rank's ``x`` by the statistics of all ranks; return their estimates for the population, too.
 
-    There may be no samples here.
+    This rank may have no samples.
     """
     spec = task.spec
     rows = hide(x, mask, task.channel_dim).movedim(task.channel_dim, -1)
@@ -33,18 +33,20 @@ def train(
     if not isinstance(entries, Tensor):
         entries = rows.new_full(own.batch_mean.shape[:-1], entries)  # at the positions of this rank
     sums = messages.sums_of(feature_mean, feature_var, entries, present, task)
-    mean, var = (fit(value, task.positions) for value in (own.batch_mean, own.batch_var))
+    mean, var = (pad_positions(value, task.positions) for value in (own.batch_mean, own.batch_var))
     mean, var, *total = _Join.apply(mean, var * sums.entries[..., None], task, *sums)  # type: ignore[no-untyped-call]
-    new = messages.conclude(mean.detach(), var.detach(), Sums(*total), task)
+    new = messages.joined_estimates(mean.detach(), var.detach(), Sums(*total), task)
 
-    mean, var, inverse_m = (here(value, task.positions, rows) for value in (mean, var, new.statistics.inverse_m))
+    mean, var, inverse_m = (
+        crop_positions(value, task.positions, rows) for value in (mean, var, new.statistics.inverse_m)
+    )
     s = Statistics(mean, var, own.feature_mean, own.feature_var, inverse_m)
     y = formula.normalize(torch, rows, s, gamma, beta, mask, spec).movedim(-1, task.channel_dim)
-    return y.clone(), new  # no view of anything: the hooks of fully_shard do not survive one that is changed in place
+    return y.clone(), new  # a view that is changed in place would lose the hooks of fully_shard
 
 
 class _Join(torch.autograd.Function):
-    """``messages.join``, differentiable: Chan's formula moves with a rank's mean and squares as below."""
+    """``messages.join`` with the derivative of Chan's formula by this rank's mean and squares."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, squares: Tensor, task: Task, *sums: Tensor) -> tuple[Tensor, ...]:
@@ -58,7 +60,7 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         mean, entries, joined_mean, total = ctx.saved_tensors
-        message = messages.add_up(-torch.stack([d_mean, 2 * d_var], -2), ctx.task)
+        message = messages.sum_gradients(-torch.stack([d_mean, 2 * d_var], -2), ctx.task)
         offset, slope = (message.to(mean.dtype) / -total.clamp(min=1)[..., None]).unbind(-2)
         nothing = [None] * (1 + len(Sums._fields))
         return entries * (offset + (mean - joined_mean) * slope), 0.5 * slope, *nothing

@@ -1,1 +1,1 @@
-"""Several processes: what they tell each other in training, and in operations on whole models."""
+"""Several processes: synchronized training, and calibration and search that share their work."""

@@ -1,4 +1,4 @@
-"""Ranks that calibrate or search together: they share results, fail together, and merge their population statistics."""
+"""Ranks that calibrate or search together: they exchange results, fail together, and merge population statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import formula
 from ..formula import COUNTERS, Statistics
 from .group import Group
-from .messages import everyones
+from .messages import gather_objects
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,9 +27,9 @@ class OtherRankFailedError(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a group, which meet at the same places of a program; a process alone is a group of one.
+    """The ranks of a group, which make the same exchanges in the same order; a process alone is a group of one.
 
-    Who comes to a meeting says whether all is well. So a rank that failed tells the others, and nobody waits.
+    Each exchange also says whether a rank has failed. So if one fails, the others stop instead of waiting for it.
     """
 
     def __init__(self, process_group: ProcessGroup | Literal["world"] | None, model: nn.Module) -> None:
@@ -43,56 +43,56 @@ class Ranks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Fail the other ranks at their next meeting if this one raises an exception; all leave the block together."""
+        """Stop the other ranks at their next exchange if this one raises an exception; all leave the block together."""
         if self._guarded or self.size == 1:
             yield
             return
         self._guarded = True
         try:
             yield
-            self.meet()
+            self.exchange()
         except OtherRankFailedError:
             raise
         except BaseException:  # Ctrl-C too: the others would wait for this rank
-            with suppress(RuntimeError):  # they may be gone; the exception at hand is the one to tell
-                everyones((False, None), self._group, self._device)
+            with suppress(RuntimeError):  # they may be gone; the exception at hand is the one to show
+                gather_objects((False, None), self._group, self._device)
             raise
         finally:
             self._guarded = False
 
-    def meet(self, value: Any = None) -> list[Any]:
-        """What all ranks say, anything that can be pickled; an error if one of them failed."""
+    def exchange(self, value: Any = None) -> list[Any]:
+        """Return the values of all ranks, of anything that can be pickled; raise an error if one of them failed."""
         if self.size == 1:
             return [value]
-        said = everyones((True, value), self._group, self._device)
-        if failed := [rank for rank, (well, _) in enumerate(said) if not well]:
+        answers = gather_objects((True, value), self._group, self._device)
+        if failed := [rank for rank, (succeeded, _) in enumerate(answers) if not succeeded]:
             raise OtherRankFailedError(
                 f"rank {self.rank} of {self.size} stopped, since rank {', '.join(map(str, failed))} raised an "
                 "exception; the error there says why"
             )
-        return [value for _, value in said]
+        return [value for _, value in answers]
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks one after the other; they may differ in their first dimension."""
-        return tensor if self.size == 1 else torch.cat(self.meet(tensor.cpu()))
+        """Concatenate the tensors of all ranks, which may differ in their first dimension."""
+        return tensor if self.size == 1 else torch.cat(self.exchange(tensor.cpu()))
 
-    def tell(self, numbers: list[int]) -> list[int]:
-        """Rank 0's numbers."""
-        told: list[int] = self.meet(numbers)[0]
-        return told
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        """Return the numbers of rank 0."""
+        numbers = self.exchange(numbers)[0]
+        return numbers
 
 
 @torch.no_grad()
 def merge(layers: Mapping[str, BatchLayerNorm], ranks: Ranks, *, share: bool) -> None:
-    """Give all ranks the statistics of all: averages weighted by samples, as one process would have over all batches.
+    """Average population statistics over ranks, weighted by samples, as one process would over all batches.
 
-    With ``share`` each rank is left its share of the counters instead of the sum.
+    Counters are added up; with ``share`` each rank gets its share of the sum instead.
     """
     if ranks.size == 1:
         return
     _agree(layers, ranks)
     own = [{name: buffer.cpu() for name, buffer in layer.population.named_buffers()} for layer in layers.values()]
-    for layer, *parts in zip(layers.values(), *ranks.meet(own), strict=True):
+    for layer, *parts in zip(layers.values(), *ranks.exchange(own), strict=True):
         population = layer.population
         for row, name in enumerate(Statistics._fields):
             weights = [formula.broadcast_counter(name, part["samples"][row], population.groups) for part in parts]
@@ -108,11 +108,11 @@ def merge(layers: Mapping[str, BatchLayerNorm], ranks: Ranks, *, share: bool) ->
 
 def _agree(layers: Mapping[str, BatchLayerNorm], ranks: Ranks) -> None:
     """Check that ranks have the same layers, and learn the positions that any of them knows."""
-    everyones = ranks.meet([(name, layer.num_features, layer.groups) for name, layer in layers.items()])
-    if any(other != everyones[0] for other in everyones):
+    signatures = ranks.exchange([(name, layer.num_features, layer.groups) for name, layer in layers.items()])
+    if any(other != signatures[0] for other in signatures):
         raise ValueError(f"ranks have models with different BatchLayerNorm layers; rank {ranks.rank} has {[*layers]}")
-    everyones = ranks.meet([layer.population.position_shape for layer in layers.values()])
-    for (name, layer), *shapes in zip(layers.items(), *everyones, strict=True):
+    positions = ranks.exchange([layer.population.position_shape for layer in layers.values()])
+    for (name, layer), *shapes in zip(layers.items(), *positions, strict=True):
         known = {shape for shape in shapes if shape is not None}
         if len(known) > 1:
             raise ValueError(

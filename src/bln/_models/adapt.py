@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._search.rebatch import count_samples
 from ..config import CURRENT, POPULATION, StatisticsConfig
 from ..layer import BatchLayerNorm
-from . import calibrate as models
+from .batches import check_batches, count_samples
 from .convert import replacements
+from .layers import layers, swap
+from .run import Step, preserved, run_batch, uncompiled, unwrapped
 
 CANDIDATES: tuple[float, ...] = (POPULATION, 64.0, 16.0, 4.0)
-"""The prior strengths to choose from; of equals the first is taken, which depends least on its batch."""
+"""The prior strengths to choose from. Among equals the first is chosen, which depends least on its batch."""
 _ROUNDS = 3
 """Passes over all batches until their joint statistics settle: those of a layer depend on the layers before."""
 
@@ -33,14 +34,14 @@ class Adaptation:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found, self.notes = replacements(model, groups=1, batch_norms=True)
-        if model in found:
+        new_layers, self.notes = replacements(model, groups=1, batch_norms=True)
+        if model in new_layers:
             raise ValueError(f"a {type(model).__name__} cannot be replaced in place; put it in nn.Sequential")
         self._model = model
-        models.swap(model, found)
-        self._norms = {new: old for old, new in found.items()}
+        swap(model, new_layers)
+        self._norms = {new: old for old, new in new_layers.items()}
         self.prior, self.agreement = POPULATION, dict[float, float]()
-        self.layers = {name: layer for name, layer in models.layers(model).items() if _takes_batch_statistics(layer)}
+        self.layers = {name: layer for name, layer in layers(model).items() if _uses_batch_statistics(layer)}
         for name in [name for name, layer in self.layers.items() if not layer.population.updates[:2].any()]:
             del self.layers[name]
             self.notes.append(f"{name}: left as it is, it has no population statistics to mix with those of a request")
@@ -65,21 +66,22 @@ class Adaptation:
             layer._memory = memory
         for new, old in self._norms.items():
             old.train(new.training)
-        models.swap(self._model, self._norms)
+        swap(self._model, self._norms)
         self._before, self._norms, self.layers = {}, {}, {}
 
-    def _remembered(self) -> dict[str, Tensor]:
+    def _memory_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of the layers' memories, by name."""
         memories = ((name, layer.memory) for name, layer in self.layers.items() if layer.memory is not None)
         return {f"{name}.{part}": buffer for name, memory in memories for part, buffer in memory.named_buffers()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The memory of recent requests, which the model's own state dict does not hold."""
-        return {name: buffer.clone() for name, buffer in self._remembered().items()}
+        """Return the memory of recent requests, which the model's own state dict does not hold."""
+        return {name: buffer.clone() for name, buffer in self._memory_buffers().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the memory of a net with the same layers."""
-        own = self._remembered()
+        own = self._memory_buffers()
         if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
             raise ValueError(
                 f"expected the memory of {len(own)} tensors, {', '.join(list(own)[:3])} ..., got {len(state)}, "
@@ -101,9 +103,9 @@ def adapt(
     *,
     prior: float = 16,
     memory: int | None = None,
-    step: models.Step | None = None,
+    step: Step | None = None,
 ) -> Adaptation:
-    """Let a pretrained BatchNorm net fit its statistics to the data of each request, in place and without training.
+    """Make a pretrained BatchNorm net fit its statistics to the data of each request, in place and without training.
 
     Population statistics describe the training data. Where a deployed net meets other data, such as blurred or darker
     images, the statistics of the request serve better, the more samples it has. Batch norms become BLN layers with one
@@ -138,9 +140,9 @@ def adapt(
         'BatchNorm2d'
     """
     StatisticsConfig(prior, prior, True, True)  # refuses a wrong prior
-    model = models.unwrapped(model)
+    model = unwrapped(model)
     if batches is not None:
-        models.check_batches(batches)
+        check_batches(batches)
         batches = list(batches)
         if not batches:
             raise ValueError("adapt got no batches to choose by; was the iterable used up before?")
@@ -155,7 +157,7 @@ def adapt(
         for layer in adaptation.layers.values():
             layer.memory = memory
         if batches is not None:
-            adaptation.agreement = _agreement(adaptation, model, batches, step or models.run)
+            adaptation.agreement = _agreement(adaptation, model, batches, step or run_batch)
             prior = max(adaptation.agreement, key=lambda k: adaptation.agreement[k])
             adaptation.forget()
         adaptation.set_prior(prior)
@@ -167,7 +169,7 @@ def adapt(
     return adaptation
 
 
-def _takes_batch_statistics(layer: BatchLayerNorm) -> bool:
+def _uses_batch_statistics(layer: BatchLayerNorm) -> bool:
     """Whether batch statistics have any weight; after a conversion from GroupNorm or LayerNorm they have none."""
     population = layer.population
     known = population.updates[-1] > 0
@@ -175,8 +177,8 @@ def _takes_batch_statistics(layer: BatchLayerNorm) -> bool:
 
 
 @torch.no_grad()
-def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], step: models.Step) -> dict[float, float]:
-    """For each candidate, how well its answers to single batches agree with those to all batches together."""
+def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], step: Step) -> dict[float, float]:
+    """Return for each candidate how well its answers to single batches agree with those to all batches together."""
     memories = {layer: layer.memory for layer in adaptation.layers.values()}
     samples = [count_samples(batch) for batch in batches]
 
@@ -184,7 +186,7 @@ def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], ste
         adaptation.set_prior(prior)
         return [_tensor(step(model, batch)) for batch in batches]
 
-    with models.preserved(model), models.uncompiled():
+    with preserved(model), uncompiled():
         model.eval()
         for layer in memories:
             layer.memory = sum(samples)
@@ -192,16 +194,16 @@ def _agreement(adaptation: Adaptation, model: nn.Module, batches: list[Any], ste
             joint = answers(CURRENT)
         for layer, memory in memories.items():
             layer._memory = memory
-        found = {}
+        agreement = {}
         for prior in CANDIDATES:
             adaptation.forget()
-            shares = map(_alike, answers(prior), joint)
-            found[prior] = sum(share * n for share, n in zip(shares, samples, strict=True)) / sum(samples)
-    return found
+            shares = map(_similarity, answers(prior), joint)
+            agreement[prior] = sum(share * n for share, n in zip(shares, samples, strict=True)) / sum(samples)
+    return agreement
 
 
 def _tensor(outputs: Any) -> Tensor:
-    """The tensor of answers in a model's output: its logits, or its first element."""
+    """Return the tensor of answers in a model's output: its logits, or its first element."""
     answers = getattr(outputs, "logits", outputs)
     answers = answers[0] if isinstance(answers, tuple | list) and answers else answers
     if not isinstance(answers, Tensor) or not answers.dim():
@@ -212,8 +214,8 @@ def _tensor(outputs: Any) -> Tensor:
     return answers.float()
 
 
-def _alike(answers: Tensor, joint: Tensor) -> float:
-    """The share of equal classes; for a single number per sample, minus the squared difference."""
+def _similarity(answers: Tensor, joint: Tensor) -> float:
+    """Return the share of equal classes; for a single number per sample, minus the squared difference."""
     if answers.dim() > 1 and answers.shape[1] > 1:
         return float((answers.argmax(1) == joint.argmax(1)).float().mean())
     return -float((answers - joint).square().mean())

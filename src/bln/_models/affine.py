@@ -1,4 +1,4 @@
-"""``bln.Affine``, a fixed scale and shift, and the map of a frozen layer: ``TTTT`` in eval."""
+"""``bln.Affine``, a fixed scale and shift, and the fixed map that a ``TTTT`` layer computes in eval."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Affine(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Scale and shift ``x``; with ``mask`` true at real entries, hidden ones come out 0."""
         features = self.scale.shape[0 if self.scale.dim() == 1 else self.channel_dim - (self.channel_dim > 0)]
-        channel_dim = functional.check(x, mask, self.channel_dim, features, empty=True)
+        channel_dim = functional.check(x, mask, self.channel_dim, features, allow_empty=True)
         check_residual(residual, x)
         scale, shift = (self._at_positions_of(x, value, channel_dim) for value in (self.scale, self.shift))
         dtype = torch.promote_types(x.dtype, scale.dtype)
@@ -87,7 +87,7 @@ class Affine(nn.Module):
 
 
 def fixed_map(layer: BatchLayerNorm) -> Tensor:
-    """Scale and shift of a ``TTTT`` layer in ``eval()``, in float64, features last: ``(2, *positions, C)``.
+    """Return scale and shift of a ``TTTT`` layer in ``eval()``, in float64, features last: ``(2, *positions, C)``.
 
     Where all positions agree it is ``(2, C)``.
     """
@@ -104,14 +104,14 @@ def fixed_map(layer: BatchLayerNorm) -> Tensor:
 
 
 def as_affine(layer: BatchLayerNorm, values: Tensor) -> Affine:
-    """The module that computes a layer's fixed map."""
+    """Return the module that computes a layer's fixed map."""
     values = values if values.dim() == 2 else values.movedim(-1, layer.channel_dim).contiguous()
     scale, shift = values.to(layer.population.batch_mean.dtype)
     return Affine(scale, shift, channel_dim=layer.channel_dim, activation=layer.activation)
 
 
 def flattened(values: Tensor, channel_dim: int, size: int) -> Tensor | None:
-    """A fixed map for a whole sample of ``size`` entries, ``(2, size)``; ``None`` where it does not fit."""
+    """Return a fixed map for a flattened sample of ``size`` entries, ``(2, size)``; ``None`` if it does not fit."""
     sequence = size // values.shape[-1]
     if values.dim() == 2 and channel_dim in (1, -1):
         values = values[:, None].expand(2, sequence, -1)

@@ -12,8 +12,8 @@ from torch import nn
 from .._spec import positive
 from ..layer import BatchLayerNorm
 from . import padding
-from .calibrate import hooked, layers, swap
-from .norms import build, find_rule, looks_like_a_norm, qualified
+from .layers import hooked, layers, swap
+from .norms import build, find_rule, looks_like_a_norm, qualified_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,12 +63,12 @@ def convert(
         )
     """
     positive("groups must be", groups)
-    found, notes = replacements(model, groups)
-    swap(model, found)
-    converted = found.get(model, model)
+    new_layers, notes = replacements(model, groups)
+    swap(model, new_layers)
+    converted = new_layers.get(model, model)
     if not (notes or layers(converted)):
         notes.append(
-            f"{type(model).__name__} has no norms, and is as it was; bln.insert(model, example) puts BLN behind its "
+            f"{type(model).__name__} has no norms and was not changed; bln.insert(model, example) adds BLN after its "
             "nonlinearities"
         )
     for module in converted.modules():  # torch's fused encoder would run its own layer norm on the weights of ours
@@ -78,7 +78,7 @@ def convert(
             module.use_nested_tensor = False
         elif isinstance(module, BatchLayerNorm) and process_group is not None:
             module.process_group = process_group
-    padding.install(converted)
+    padding.install_hooks(converted)
     if notes:
         warnings.warn("bln.convert:\n  " + "\n  ".join(notes), stacklevel=2)
     return converted
@@ -90,7 +90,7 @@ def replacements(
     """Build the BLN layer for each norm of a model, or for its batch norms alone; add notes on what is left or lost."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch module, got {type(model).__name__}")
-    found: dict[nn.Module, nn.Module] = {}
+    new_layers: dict[nn.Module, nn.Module] = {}
     notes, left = list[str](), dict[str, list[str]]()
     like = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     for path, module in model.named_modules():
@@ -99,19 +99,19 @@ def replacements(
         name = path or "the model"
         rule = find_rule(module, groups)
         if isinstance(rule, str):
-            left.setdefault(f"left as it is, {qualified(module)}: {rule}", []).append(name)
+            left.setdefault(f"left as it is, {qualified_name(module)}: {rule}", []).append(name)
         elif rule.kind == "batch" or not batch_norms:
-            found[module] = build(module, rule, like)
+            new_layers[module] = build(module, rule, like)
             if hooked(module):
                 notes.append(f"{name}: its hooks stay with the old {type(module).__name__}; register them anew")
     notes += [f"{padding.listed(names)}: {reason}" for reason, names in left.items()]
     second = [name for name, part in model.named_modules() if getattr(part, "batch_first", None) is False]
-    if second and any(layer.channel_dim == -1 for new in found.values() for layer in layers(new).values()):
+    if second and any(layer.channel_dim == -1 for module in new_layers.values() for layer in layers(module).values()):
         notes.append(
             f"{second[0] or 'the model'} has batch_first=False, but BLN takes the first dimension for samples; build "
             "the model with batch_first=True"
         )
-    return found, notes
+    return new_layers, notes
 
 
 def load_pretrained(kind: type[M], *args: Any, groups: int = 8, **kwargs: Any) -> M:

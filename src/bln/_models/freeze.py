@@ -1,4 +1,4 @@
-"""Make a model ready for deployment: fold the layers that have become a fixed map into their neighbours."""
+"""Prepare a model for deployment: fold layers that have become a fixed map into their neighbours."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from .._activation import MODULES
 from ..layer import BatchLayerNorm
 from ..population import STATISTICS
 from .affine import as_affine, fixed_map
-from .calibrate import hooked, required_layers, swap, unwrapped
-from .insert import call
+from .layers import hooked, required_layers, swap
 from .neighbours import TRANSPOSED, Fold, Neighbours, watch
+from .run import difference, run_example, unwrapped
 
 
 @dataclass(frozen=True)
 class FreezeReport:
-    """What became of each BLN layer, by name; ``print`` it."""
+    """The result for each BLN layer, by name; prints as a list."""
 
     folded: dict[str, str] = field(default_factory=dict)
-    """Layers that are gone, and the layer that each was folded into."""
+    """Layers that were removed, and the layer that each was folded into."""
     kept: dict[str, str] = field(default_factory=dict)
-    """Layers that are one multiply-add now, a ``bln.Affine``, and why they could not be folded."""
+    """Layers that became one multiply-add, a ``bln.Affine``, and why they could not be folded."""
     left: dict[str, str] = field(default_factory=dict)
-    """Layers that are BLN as before, and why."""
+    """Layers that are still BLN, and why."""
     difference: float | None = None
-    """How far the example's outputs moved, over their largest value; ``None`` without an example."""
+    """How far the example's outputs moved, relative to their largest value; ``None`` without an example."""
 
     def __str__(self) -> str:
         groups = {"folded": self.folded, "kept": self.kept, "left": self.left}
@@ -53,7 +52,7 @@ def freeze(model: nn.Module, example: Any = ..., *, report: Literal[True]) -> tu
 def freeze(
     model: nn.Module, example: Any = None, *, report: bool = False
 ) -> nn.Module | tuple[nn.Module, FreezeReport]:
-    """Put the model into ``eval()`` and turn its ``TTTT`` layers into what they then are: a fixed scale and shift.
+    """Put the model into ``eval()`` and replace its ``TTTT`` layers by what they then compute: a fixed scale and shift.
 
     With all four statistics from the population, BLN is ``y = scale * x + shift`` for each position and feature. Where
     that is exact, it is folded into the layer before or after: ``nn.Linear``, a convolution, or a linear layer after a
@@ -61,8 +60,8 @@ def freeze(
     configuration are left as they are. Outputs stay the same up to rounding.
 
     Nothing is folded across a nonlinearity or other operations. A layer that is used twice, shares weights, has hooks,
-    parametrizations or less than float32 precision takes nothing in (freeze first, then ``.half()``). A convolution
-    that pads with zeros takes in no shift. Neighbours are found by ``torch.fx``, outside of modules with hooks.
+    parametrizations or less than float32 precision absorbs nothing (freeze first, then ``.half()``). A convolution
+    that pads with zeros absorbs no shift. Neighbours are found by ``torch.fx``, outside of modules with hooks.
 
     The model is changed in place and is for inference from then on: ``train()`` brings back dropout, but no mini-batch
     statistics. Save the state dict before freezing, and freeze after loading. Call it as a whole: a part that is called
@@ -73,7 +72,7 @@ def freeze(
         example: An input, a tuple of inputs or a dict of arguments, run through the model before and after. It shows
             what ``torch.fx`` cannot: the rank of inputs, which optional arguments are given, and the parts that are
             called by a model that cannot be traced as a whole. Other calls are then not considered.
-        report: Return ``(model, report)``; the report says what became of each layer.
+        report: Return ``(model, report)``; the report has the result for each layer.
 
     Returns:
         The model, and the ``FreezeReport`` if asked for.
@@ -88,12 +87,12 @@ def freeze(
         bln.freeze: 1 folded away, 0 kept as one multiply-add, 0 left as they are
           folded  2  into 3
     """
-    found, wrapper, model = required_layers(model), model.eval(), unwrapped(model)
+    layers, wrapper, model = required_layers(model), model.eval(), unwrapped(model)
     calls, before = (None, None) if example is None else watch(model, example)
     done, replacements, folds = FreezeReport(), dict[nn.Module, nn.Module](), list[Fold]()
     with torch.inference_mode(False), torch.no_grad():
         neighbours = Neighbours(model, calls)
-        for name, layer in found.items():
+        for name, layer in layers.items():
             if why := _not_fixed(layer):
                 done.left[name] = why
                 continue
@@ -105,8 +104,8 @@ def freeze(
                 replacements[layer] = nn.Identity() if layer.activation is None else MODULES[layer.activation]()
                 done.folded[name] = f"into {neighbours.names[fold.module]}"
                 folds.append(fold)
-        for fold in folds:  # nothing is changed before everything is decided
-            _apply(fold)
+        for fold in folds:  # only now, when all is decided
+            _fold_in(fold)
     swap(model, replacements)
     frozen = replacements.get(model, model).eval()
 
@@ -114,13 +113,13 @@ def freeze(
         reasons = "".join(f"\n  {name or 'the model'}: {why}" for name, why in done.left.items())
         warnings.warn(f"bln.freeze: every layer is left as it is:{reasons}", stacklevel=2)
     if before is not None:
-        done = replace(done, difference=difference(before, call(frozen, example)))
+        done = replace(done, difference=difference(before, run_example(frozen, example)))
     frozen = wrapper if frozen is model else frozen
     return (frozen, done) if report else frozen
 
 
 def _not_fixed(layer: BatchLayerNorm) -> str | None:
-    """Why a layer cannot be written as a fixed scale and shift."""
+    """Return why a layer does not compute a fixed scale and shift; ``None`` if it does."""
     if type(layer) is not BatchLayerNorm or "forward" in vars(layer):
         return f"{type(layer).__name__} may compute something else than BatchLayerNorm"
     if hooked(layer):
@@ -132,8 +131,8 @@ def _not_fixed(layer: BatchLayerNorm) -> str | None:
     return None
 
 
-def _apply(fold: Fold) -> None:
-    """Change a module's parameters, in float64; they are new objects, so that older references keep the old values."""
+def _fold_in(fold: Fold) -> None:
+    """Fold a map into a module, in float64. Its parameters become new objects: older references keep the old values."""
     module: Any = fold.module
     weight, bias, groups = module.weight, module.bias, getattr(module, "groups", 1)
     scale, shift = fold.values.to(weight.device)
@@ -152,15 +151,3 @@ def _apply(fold: Fold) -> None:
     if bias is not None or new_bias.any():
         like = weight if bias is None else bias
         module.bias = nn.Parameter(new_bias.to(like.dtype), requires_grad=like.requires_grad)
-
-
-def difference(before: Any, after: Any) -> float:
-    """The largest difference of two outputs, over the largest value."""
-    zero = torch.zeros(1, dtype=torch.float64)  # for outputs without a value
-    a, b = (torch.cat([zero, *(t.cpu().double().flatten() for t in floats(each))]) for each in (before, after))
-    return (a - b).abs().max().item() / (a.abs().max().item() or 1.0)
-
-
-def floats(outputs: Any) -> list[Tensor]:
-    """The floating point tensors of a model's outputs."""
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from ..layer import BatchLayerNorm
-from .calibrate import preserved
+from .run import preserved, run_example
 
 NONLINEARITIES = (
     nn.Tanh, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
@@ -66,22 +65,24 @@ def insert(
         traced = fx.GraphModule(model, Tracer().trace(model))
     except Exception as error:
         raise ValueError(
-            f"torch.fx cannot trace {type(model).__name__} ({error}); place bln.BatchLayerNorm by hand, behind each "
+            f"torch.fx cannot trace {type(model).__name__} ({error}); place bln.BatchLayerNorm by hand, after each "
             "nonlinearity"
         ) from error
-    with preserved(traced), redirect_stderr(StringIO()):  # where it prints an error, too
-        call(ShapeProp(traced.eval()).propagate, example if isinstance(example, tuple) else (example,))
+    with preserved(traced), redirect_stderr(StringIO()):  # ShapeProp also prints the error
+        run_example(ShapeProp(traced.eval()).propagate, example if isinstance(example, tuple) else (example,))
 
     nonlinear = [node for node in traced.graph.nodes if _is_nonlinear(node, after)]
-    found = [node for node in nonlinear if not any(isinstance(called(user), BatchLayerNorm) for user in node.users)]
-    if not found:
+    places = [
+        node for node in nonlinear if not any(isinstance(called_module(user), BatchLayerNorm) for user in node.users)
+    ]
+    if not places:
         raise ValueError(
-            f"{type(model).__name__} has no nonlinearity without a BatchLayerNorm behind it; after= are the types to "
+            f"{type(model).__name__} has no nonlinearity without a BatchLayerNorm after it; after= are the types to "
             f"look for, {', '.join(kind.__name__ for kind in after)}"
         )
     like = next(model.parameters(), torch.empty(0))
     dims = _feature_dims(traced.graph)
-    for node in found:
+    for node in places:
         _refuse_in_place(node)
         shape = tuple(node.meta["tensor_meta"].shape)
         dim = channel_dim if channel_dim is not None else -1 if len(shape) == 2 else dims.get(node)
@@ -109,44 +110,32 @@ def insert(
 
 
 class Tracer(fx.Tracer):
-    """A tracer that takes a BLN layer for one operation, as it does torch's own."""
+    """A tracer that treats a BLN layer as one operation, like torch's own modules."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether not to trace inside ``m``."""
         return isinstance(m, BatchLayerNorm) or super().is_leaf_module(m, module_qualified_name)
 
 
-def call(function: Callable[..., Any], example: Any) -> Any:
-    """Call a model, or what runs one, with an example: an input, a tuple of inputs or a dict of arguments."""
-    try:
-        with torch.no_grad():
-            if isinstance(example, Mapping):
-                return function(**example)
-            return function(*example) if isinstance(example, tuple) else function(example)
-    except Exception as error:
-        given = example if isinstance(example, tuple) else (example,)
-        shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given)
-        raise ValueError(
-            f"the example does not run through the model ({error.__cause__ or error}). It was {shapes}; pass an input, "
-            "a tuple of inputs or a dict of arguments"
-        ) from error
-
-
-def called(node: fx.Node) -> nn.Module | None:
-    """The module that a node calls, if it calls one."""
+def called_module(node: fx.Node) -> nn.Module | None:
+    """Return the module that a node calls, if it calls one."""
     root = node.graph.owning_module
     return root.get_submodule(str(node.target)) if node.op == "call_module" and root is not None else None
 
 
 def _name(node: fx.Node) -> str:
-    """The name of what a node calls, alike for a module type, a function and a method."""
-    name = getattr(node.target, "__name__", node.target) if (module := called(node)) is None else type(module).__name__
+    """Return the name of what a node calls, in one spelling for a module type, a function and a method."""
+    name = (
+        getattr(node.target, "__name__", node.target)
+        if (module := called_module(node)) is None
+        else type(module).__name__
+    )
     return str(name).lower().strip("_").replace("_", "")
 
 
 def _is_nonlinear(node: fx.Node, after: tuple[type, ...]) -> bool:
     """Whether a node applies one of these nonlinearities to samples with features."""
-    module = called(node)
+    module = called_module(node)
     if module is None:
         known = node.op in ("call_function", "call_method") and _name(node) in [kind.__name__.lower() for kind in after]
     else:
@@ -155,7 +144,7 @@ def _is_nonlinear(node: fx.Node, after: tuple[type, ...]) -> bool:
 
 
 def _refuse_in_place(node: fx.Node) -> None:
-    """Refuse a nonlinearity in place whose input is used again: that use would bypass the layer."""
+    """Refuse an in-place nonlinearity whose input is used again: that use would bypass the layer."""
     source = node.all_input_nodes[0]
     in_place = node.kwargs.get("inplace") or str(getattr(node.target, "__name__", node.target)).endswith("_")
     if in_place and len(source.users) > 1:
@@ -166,10 +155,10 @@ def _refuse_in_place(node: fx.Node) -> None:
 
 
 def _feature_dims(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Where features stand after the layers that made them, and after operations that keep the layout."""
+    """Return the dimension of features after layers that create them, and after operations that keep the layout."""
     dims: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        module, name = called(node), _name(node)
+        module, name = called_module(node), _name(node)
         known = [dims[source] for source in node.all_input_nodes if source in dims]
         if isinstance(module, BatchLayerNorm):
             dims[node] = module.channel_dim

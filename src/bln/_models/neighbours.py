@@ -1,4 +1,4 @@
-"""The neighbours of BLN layers that can take in a fixed scale and shift, found by torch.fx."""
+"""Find, by torch.fx, the neighbours of BLN layers that can absorb a fixed scale and shift."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from torch import Tensor, fx, nn
 
 from ..layer import BatchLayerNorm
 from .affine import flattened
-from .calibrate import hooked, layers
-from .insert import Tracer, call, called
+from .insert import Tracer, called_module
+from .layers import hooked, layers
+from .run import run_example
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NOTHING_IN_EVAL = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-_Side = Literal["before", "behind"]
+_Side = Literal["before", "after"]
 
 
 class Fold(NamedTuple):
-    """A module, and the map ``(2, features)`` that its outputs or its inputs go through."""
+    """A module to fold a map into, and the map ``(2, features)`` of its outputs or its inputs."""
 
     module: nn.Module
     side: _Side
-    """Where the module stands: ``before`` the map or ``behind`` it."""
+    """Where the module stands: ``before`` the map or ``after`` it."""
     values: Tensor
 
 
 class Neighbours:
-    """Where layers stand in a model, and which neighbours can take a map in."""
+    """The graph around the layers of a model, and which neighbours can absorb their maps."""
 
     def __init__(self, model: nn.Module, calls: _Calls | None) -> None:
         self.calls = calls
@@ -44,12 +45,12 @@ class Neighbours:
         graphs, self.untraced = _trace(model, calls)
         for traced in graphs:
             for node in traced.graph.nodes:
-                if node.op in ("call_module", "get_attr"):  # reading its weights is a use, too
+                if node.op in ("call_module", "get_attr"):  # reading a module's weights uses it, too
                     path = str(node.target) if node.op == "call_module" else str(node.target).rpartition(".")[0]
                     self.nodes.setdefault(traced.get_submodule(path), []).append(node)
 
     def find(self, layer: BatchLayerNorm, values: Tensor) -> Fold | str:
-        """Where the layer's map can be folded, or why nowhere."""
+        """Return the fold of the layer's map, or why there is none."""
         if layer not in self.nodes:
             return self.untraced or "torch.fx does not see where it is called"
         if not self._used_once(layer):
@@ -61,20 +62,20 @@ class Neighbours:
         if isinstance(before, Fold):
             return before
         if layer.activation is not None:
-            return f"{before}; what stands behind it takes its {layer.activation}"
-        behind = self._fold(layer, values, "behind", _behind(node))
-        return behind if isinstance(behind, Fold) else f"{before}; {behind}"
+            return f"{before}; its {layer.activation} stands between it and what comes after"
+        after = self._fold(layer, values, "after", _after(node))
+        return after if isinstance(after, Fold) else f"{before}; {after}"
 
     def _used_once(self, module: nn.Module) -> bool:
         called_once = self.calls is None or len(self.calls.get(module, ())) == 1
         return called_once and self.owners[module] == 1 and len(self.nodes.get(module, ())) == 1
 
-    def _fold(self, layer: BatchLayerNorm, values: Tensor, side: _Side, found: _Found) -> Fold | str:
-        """The fold of a map into the module of a node, where that is exact; else why it is not."""
-        if isinstance(found, str):
-            return found
-        node, flat = found
-        module: Any = called(node)
+    def _fold(self, layer: BatchLayerNorm, values: Tensor, side: _Side, neighbour: _Neighbour) -> Fold | str:
+        """Return the fold of a map into the module of a node, or why that would not be exact."""
+        if isinstance(neighbour, str):
+            return neighbour
+        node, flat = neighbour
+        module: Any = called_module(node)
         name = f"{self.names.get(module, node.name)} {side} it"
         linear = type(module) is nn.Linear
         if not (linear or type(module) in (*_CONVOLUTIONS, *TRANSPOSED)) or "forward" in vars(module):
@@ -96,23 +97,23 @@ class Neighbours:
             fits = rank in (None, wanted) and layer.channel_dim % wanted == 1
         if not fits:
             return f"features stand elsewhere for {name}" + ", or may: pass example=" * (rank is None)
-        if side == "behind" and not linear and values[1].any() and _adds_zeros(module):
+        if side == "after" and not linear and values[1].any() and _adds_zeros(module):
             return f"{name} puts zeros between or around its inputs, which the shift would miss"
         return Fold(module, side, values)
 
     def _rank(self, layer: BatchLayerNorm) -> int | None:
-        """The number of dimensions of the layer's input, if that is known."""
+        """Return the number of dimensions of the layer's input, if that is known."""
         if self.calls is not None:
             return self.calls[layer][0].rank
         return 2 + len(layer.population.position_shape or ()) if layer.per_position else None
 
 
-_Found = tuple[fx.Node, bool] | str
-"""A node, and whether a flatten lies between; or why there is none."""
+_Neighbour = tuple[fx.Node, bool] | str
+"""A node and whether a flatten comes between, or why there is none."""
 
 
-def _before(node: fx.Node) -> _Found:
-    """Where a layer's input comes from, past modules without an effect in eval."""
+def _before(node: fx.Node) -> _Neighbour:
+    """Return the node that a layer's input comes from, skipping modules without an effect in eval."""
     while True:
         (source,) = node.all_input_nodes
         if len(source.users) > 1:
@@ -122,19 +123,19 @@ def _before(node: fx.Node) -> _Found:
         node = source
 
 
-def _behind(node: fx.Node) -> _Found:
-    """Where a layer's output goes, past modules without an effect in eval and a flatten."""
+def _after(node: fx.Node) -> _Neighbour:
+    """Return the node that a layer's output goes to, skipping modules without an effect in eval and a flatten."""
     flat = False
     while True:
         if len(node.users) != 1:
             return f"what comes out of it is used {len(node.users)} times"
         (user,) = node.users
         if user.op == "output":
-            return "no layer stands behind it"
+            return "no layer stands after it"
         if len(user.all_input_nodes) > 1 or user.args[:1] != (node,):
-            return f"{user.name} behind it is not linear in it"
+            return f"{user.name} after it is not linear in it"
         if user is not node.next:  # without the layer, its output and its input share memory
-            return f"something may be changed in place before {user.name} behind it"
+            return f"something may be changed in place before {user.name} after it"
         if not (_is_idle(user) or (_flattens(user) and not flat)):
             return user, flat
         flat = flat or not _is_idle(user)
@@ -143,16 +144,16 @@ def _behind(node: fx.Node) -> _Found:
 
 def _is_idle(node: fx.Node) -> bool:
     """Whether a node returns its input, in eval."""
-    module = called(node)
+    module = called_module(node)
     return isinstance(module, _NOTHING_IN_EVAL) and not hooked(module)
 
 
 def _flattens(node: fx.Node) -> bool:
     """Whether a node flattens all dimensions but that of samples."""
-    if (module := called(node)) is not None:
+    if (module := called_module(node)) is not None:
         return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1) and not hooked(module)
-    given = {"end_dim": -1} | dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
-    return node.target in (torch.flatten, "flatten") and given == {"start_dim": 1, "end_dim": -1}
+    arguments = {"end_dim": -1} | dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
+    return node.target in (torch.flatten, "flatten") and arguments == {"start_dim": 1, "end_dim": -1}
 
 
 def _adds_zeros(module: Any) -> bool:
@@ -161,10 +162,12 @@ def _adds_zeros(module: Any) -> bool:
     return isinstance(module, TRANSPOSED) or (padded and module.padding_mode == "zeros")
 
 
-# ---- what is called, and how
+# ---- calls and graphs
 
 
 class _Call(NamedTuple):
+    """The arguments of a module's call."""
+
     rank: int | None
     """Dimensions of the first tensor."""
     positional: int
@@ -184,7 +187,7 @@ def watch(model: nn.Module, example: Any) -> tuple[_Calls, Any]:
 
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()]
     try:
-        return calls, call(model, example)
+        return calls, run_example(model, example)
     finally:
         for handle in handles:
             handle.remove()
@@ -198,7 +201,7 @@ class _Tracer(Tracer):
 
 
 def _trace(module: nn.Module, calls: _Calls | None) -> tuple[list[fx.GraphModule], str]:
-    """Graphs of the model, or of its parts where it cannot be traced as a whole, and why that is.
+    """Return graphs of the model, or of its parts if it cannot be traced as a whole, and why that is.
 
     Only an example shows that a part is called as a whole, so without one there are no parts.
     """
@@ -223,7 +226,7 @@ def _trace(module: nn.Module, calls: _Calls | None) -> tuple[list[fx.GraphModule
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Put attributes back at the end: whatever keeps a tensor would keep the tracer's stand-in for it."""
+    """Restore attributes at the end: a module that stores a tensor would store the tracer's proxy for it."""
     before = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
         yield

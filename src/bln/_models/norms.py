@@ -1,4 +1,4 @@
-"""The BLN layer that computes the same as a given norm."""
+"""Find and build the BLN layer that computes the same as a norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._activation import MODULES, Activation
 from ..layer import BatchLayerNorm
-from .calibrate import HOOKS, hooked, layers
+from .layers import HOOKS, hooked, layers
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -23,7 +23,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)
 
 
-# ---- which BLN layer computes what a norm does
+# ---- finding the rule
 
 
 class _Rule(NamedTuple):
@@ -34,7 +34,7 @@ class _Rule(NamedTuple):
     features: int
     groups: int | None
     channel_dim: int = 1
-    behind: tuple[str, ...] = ()
+    following: tuple[str, ...] = ()
     """The children of the norm that are applied to its result, in this order."""
 
 
@@ -43,7 +43,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
     if isinstance(module, NORMS):
         return True
     kind = type(module)
-    weights = kind.__module__.startswith("torch.nn.utils.")  # are what those norms normalize
+    weights = kind.__module__.startswith("torch.nn.utils.")  # that those norms normalize
     named = re.search(r"Norm([A-Z\d]|$)", kind.__name__) and not weights
     built = any(hasattr(module, name) for name in ("running_mean", "normalized_shape", "num_groups"))
     if not (named or (built and _eps(module) is not None)) or layers(module):
@@ -52,7 +52,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
 
 
 def find_rule(norm: nn.Module, groups: int) -> _Rule | str:
-    """The rule to replace a norm by, or why there is none."""
+    """Return the rule by which a norm can be replaced, or why there is none."""
     if isinstance(norm, nn.modules.lazy.LazyModuleMixin):
         return "it does not know its features yet; run the model once"
     for name in ("weight", "bias"):
@@ -69,11 +69,11 @@ def find_rule(norm: nn.Module, groups: int) -> _Rule | str:
         return "it has no weight, bias or running mean of one dimension, which BLN could take over"
     rules = [] if eps is None else list(_candidates(norm, features, groups))
     plain = type(norm) in NORMS and "forward" not in vars(norm)
-    return rules[0] if plain else _try(norm, rules, eps or 1e-5, features)
+    return rules[0] if plain else _verify(norm, rules, eps or 1e-5, features)
 
 
 def _candidates(norm: Any, features: int, groups: int) -> Iterator[_Rule]:
-    """The rules that may fit a norm, the likeliest first."""
+    """Yield the rules that may fit a norm, the likeliest first."""
     # BatchNorm1d may follow a dense layer, where a group of one feature has nothing to normalize over.
     most = max(1, features // 2) if isinstance(norm, nn.BatchNorm1d) else features
     divisor = max(g for g in range(1, min(groups, most) + 1) if features % g == 0)
@@ -91,8 +91,8 @@ def _candidates(norm: Any, features: int, groups: int) -> Iterator[_Rule]:
 
 
 @torch.no_grad()
-def _try(norm: nn.Module, rules: list[_Rule], eps: float, features: int) -> _Rule | str:
-    """The first rule by which BLN gives the norm's outputs on random inputs in ``eval()``, or why there is none."""
+def _verify(norm: nn.Module, rules: list[_Rule], eps: float, features: int) -> _Rule | str:
+    """Return the first rule by which BLN has the norm's outputs on random inputs, in ``eval()``, or why none does."""
     random = torch.Generator("cpu").manual_seed(0)
     group = getattr(norm, "process_group", None)  # cannot be copied
     try:
@@ -107,25 +107,25 @@ def _try(norm: nn.Module, rules: list[_Rule], eps: float, features: int) -> _Rul
             value += torch.rand(value.shape, generator=random, device="cpu", dtype=torch.float32) + 0.5
         if name == "running_var":
             value[::2] *= eps  # so that another eps would show
-    behind = tuple(sorted((n for n, m in probe.named_children() if type(m) is not nn.Identity), key="drop".__ne__))
-    found, failures = list[tuple[int, Tensor, Any]](), list[Exception]()
+    following = tuple(sorted((n for n, m in probe.named_children() if type(m) is not nn.Identity), key="drop".__ne__))
+    outputs, failures = list[tuple[int, Tensor, Any]](), list[Exception]()
     for channel_dim in (1, -1):
         for x in _inputs(features, channel_dim, eps, random):
             try:
-                found.append((channel_dim, x, probe(x.clone())))
+                outputs.append((channel_dim, x, probe(x.clone())))
             except Exception as error:  # it takes other shapes
                 failures.append(error)
-    if not found:
+    if not outputs:
         return f"it cannot be run on an input alone ({failures[0]})"
-    most = max(x.dim() for _, x, _ in found)  # (N, C) alone does not say where features stand
-    for rule in (rule._replace(behind=behind) for rule in rules):
+    most = max(x.dim() for _, x, _ in outputs)  # (N, C) alone does not say where features stand
+    for rule in (rule._replace(following=following) for rule in rules):
         new = build(probe, rule, torch.empty(0, device="cpu")).eval()
-        pairs = [(x, y) for channel_dim, x, y in found if channel_dim == rule.channel_dim]
+        pairs = [(x, y) for channel_dim, x, y in outputs if channel_dim == rule.channel_dim]
         # A parameter that a rule would drop may matter in training.
         complete = {id(p) for p in new.parameters()} == {id(p) for p in probe.parameters()}
         if complete and any(x.dim() == most for x, _ in pairs) and all(_agrees(new, x, y) for x, y in pairs):
             return rule
-    x = found[0][1][:1]  # a sample of usual size
+    x = outputs[0][1][:1]  # a sample of usual size
     y = probe(x.clone())
     if isinstance(y, Tensor) and _agrees(probe, 2 * x, y) and not _agrees(probe, x + 1, y):
         return "it subtracts no mean, as RMSNorm; BLN does"
@@ -133,7 +133,7 @@ def _try(norm: nn.Module, rules: list[_Rule], eps: float, features: int) -> _Rul
 
 
 def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator) -> Iterator[Tensor]:
-    """Inputs of all ranks; one sample is so small that eps matters, and no other dimension is as long as features."""
+    """Yield inputs of all ranks. In one sample eps matters, and no other dimension has the size of the features."""
     sizes = [size for size in (2, 3, 4, 5) if size != features][:3]
     for positions in (2, 1, 0, 3):
         shape = 3, *sizes[:positions], features
@@ -145,14 +145,14 @@ def _inputs(features: int, channel_dim: int, eps: float, random: torch.Generator
 def _agrees(new: nn.Module, x: Tensor, y: Any) -> bool:
     """Whether an output is ``y`` up to rounding: float32, a dozen operations, values that may cancel."""
     try:
-        found = new(x.clone())
+        output = new(x.clone())
     except Exception:  # a module of the norm may not take its output
         return False
-    return isinstance(y, Tensor) and found.shape == y.shape and bool((found - y).abs().max() <= 1e-4 * y.abs().max())
+    return isinstance(y, Tensor) and output.shape == y.shape and bool((output - y).abs().max() <= 1e-4 * y.abs().max())
 
 
 def _features(norm: Any) -> int | None:
-    """The number of features, if parameters have one value per feature."""
+    """Return the number of features, if each parameter has one value per feature."""
     tensors = [t for name in ("weight", "bias", "running_mean") if (t := getattr(norm, name, None)) is not None]
     if any(t.dim() != 1 for t in tensors):
         return None
@@ -162,16 +162,17 @@ def _features(norm: Any) -> int | None:
 
 
 def _eps(norm: nn.Module) -> float | None:
-    """The norm's eps, under any of its usual names, if BLN can take it over."""
-    found = [getattr(norm, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
-    return next((eps for eps in found if isinstance(eps, int | float) and 0 < eps < math.inf), None)
+    """Return the norm's eps, under any of its usual names, if BLN can take it over."""
+    values = [getattr(norm, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
+    return next((eps for eps in values if isinstance(eps, int | float) and 0 < eps < math.inf), None)
 
 
-def qualified(module: nn.Module) -> str:
+def qualified_name(module: nn.Module) -> str:
+    """Return the name of a module's class, with that of its Python module."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-# ---- the replacement
+# ---- building the layer
 
 
 @torch.no_grad()
@@ -189,8 +190,8 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
     momentum = getattr(norm, "momentum", 0.1) if rule.kind == "batch" else 0.1
     if isinstance(norm, _INSTANCE_NORMS):
         momentum = momentum or 0.0  # torch's meaning of None there
-    behind = {name: norm.get_submodule(name) for name in rule.behind}
-    activation = _activation(behind.values())
+    following = {name: norm.get_submodule(name) for name in rule.following}
+    activation = _activation(following.values())
     layer = BatchLayerNorm(
         rule.features, groups=rule.groups, channel_dim=rule.channel_dim, per_position=False, dim_scale=False,
         eps=_eps(norm) or 0.0, mix_eps=0.0, momentum=momentum, affine=weight is not None, bias=bias is not None,
@@ -215,16 +216,16 @@ def build(norm: Any, rule: _Rule, like: Tensor) -> nn.Module:
             updates, m = (1 if counted is None else counted, 32) if momentum is None else (forgotten, 1)
             population.mark_seen(["batch_mean", "batch_var"], updates, m)
     layer.train(norm.training)
-    if activation is not None or not rule.behind:
+    if activation is not None or not rule.following:
         return layer
-    new = nn.Sequential(OrderedDict[str, nn.Module](norm=layer, **behind))
+    new = nn.Sequential(OrderedDict[str, nn.Module](norm=layer, **following))
     new.training = norm.training
     return new
 
 
-def _activation(behind: Iterable[nn.Module]) -> Activation | None:
-    """The activation that these modules amount to, if the layer has it."""
-    working = [m for m in behind if hooked(m) or not (isinstance(m, _DROPOUTS) and m.p == 0)]
+def _activation(following: Iterable[nn.Module]) -> Activation | None:
+    """Return the activation that these modules compute together, if the layer has it."""
+    working = [m for m in following if hooked(m) or not (isinstance(m, _DROPOUTS) and m.p == 0)]
     if len(working) != 1 or hooked(working[0]):
         return None
     # By name and by result: libraries have classes of their own, and torch's GELU may be the approximate one.

@@ -1,4 +1,4 @@
-"""Masks of padded sequences: given around the call of a model, used by the BLN layers inside."""
+"""Pass the mask of padded sequences to the BLN layers inside a model: ``bln.padding``, and hooks of transformers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._autograd import recomputing
+from .._masks import not_a_mask
 
 if TYPE_CHECKING:
     from ..layer import BatchLayerNorm
@@ -39,25 +40,24 @@ def padding(mask: Tensor) -> AbstractContextManager[None]:
         0.0
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"expected a boolean mask, true at real entries, got {given}; try mask.bool()")
-    return _Given(mask)
+        raise not_a_mask(mask)
+    return _Block(mask)
 
 
-class _Given(AbstractContextManager[None]):
-    """A mask, or ``None``, for the layers that run while it is the innermost; without an owner, the user's."""
+class _Block(AbstractContextManager[None]):
+    """A block whose layers use this mask, or none. Its owner is the module whose hook opened it; ``None``, the user."""
 
     def __init__(self, mask: Tensor | None, owner: nn.Module | None = None) -> None:
-        self.mask, self.owner = mask, owner  # the module whose hook gave it
+        self.mask, self.owner = mask, owner
 
     def __enter__(self) -> None:
-        _here.given.append(self)
+        _active.blocks.append(self)
 
     def __exit__(self, *_: object) -> None:
-        _here.given.pop()
+        _active.blocks.pop()
 
     def mask_for(self, layer: BatchLayerNorm, x: Tensor) -> Tensor | None:
-        """The mask, if the layer uses it for this input.
+        """Return the mask, if the layer uses it for this input.
 
         In ``eval()`` a hook's mask is used only where it changes a statistic. So a converted model keeps its function
         at padded entries too, which convolutions and poolings see.
@@ -69,73 +69,73 @@ class _Given(AbstractContextManager[None]):
         return self.mask.to(x.device) if fits else None
 
 
-class _Here(threading.local):
-    """The masks given in this thread, the innermost last: a list, since torch.compile cannot trace a ContextVar."""
+class _Active(threading.local):
+    """The blocks that this thread is in, the innermost last: a list, since torch.compile cannot trace a ContextVar."""
 
     def __init__(self) -> None:
-        self.given: list[_Given] = []
+        self.blocks: list[_Block] = []
 
 
-class _Used:
-    """The masks of a layer's forwards that a checkpoint may recompute in backward."""
+class _Forwards:
+    """The blocks in which a layer ran forward; a checkpoint may recompute them in backward."""
 
     def __init__(self) -> None:
-        self.graphs: WeakSet[_Given] = WeakSet()  # each lives as long as the graph of its forward
-        self.recalled: WeakSet[_Given] = WeakSet()
-        self.without_graph: _Given | None = None
+        self.with_graph: WeakSet[_Block] = WeakSet()  # each lives as long as the graph of its forward
+        self.recalled: WeakSet[_Block] = WeakSet()
+        self.without_graph: _Block | None = None
 
 
-_here = _Here()
-_used: WeakKeyDictionary[nn.Module, _Used] = WeakKeyDictionary()
+_active = _Active()
+_forwards: WeakKeyDictionary[nn.Module, _Forwards] = WeakKeyDictionary()
 
 
-def known() -> bool:
-    """Whether a mask may be there for a layer that got none."""
-    return bool(_here.given) or (not torch.compiler.is_compiling() and bool(_used) and recomputing())
+def is_active() -> bool:
+    """Whether a block may have a mask for a layer that was called without one."""
+    return bool(_active.blocks) or (not torch.compiler.is_compiling() and bool(_forwards) and recomputing())
 
 
-def normalize(layer: BatchLayerNorm, x: Tensor, forward: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-    """Call the layer's ``forward`` with the mask given around it, if that fits."""
-    given = _here.given[-1] if _here.given else None
+def call_with_mask(layer: BatchLayerNorm, x: Tensor, forward: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    """Call the layer's ``forward`` with the mask of the innermost block, if that fits."""
+    block = _active.blocks[-1] if _active.blocks else None
     again = recomputing()
-    if again and (given is None or given.owner is None):
-        given = _recall(layer) or given
-    mask = None if given is None else given.mask_for(layer, x)
+    if again and (block is None or block.owner is None):
+        block = _recomputed_block(layer) or block
+    mask = None if block is None else block.mask_for(layer, x)
     y = forward(x, mask)
-    if given is not None and mask is not None and layer.training and not (again or torch.compiler.is_compiling()):
-        _remember(layer, given, y)
+    if block is not None and mask is not None and layer.training and not (again or torch.compiler.is_compiling()):
+        _store_block(layer, block, y)
     return y
 
 
 # ---- activation checkpointing, which repeats a forward outside the block that gave the mask
 
 
-def _remember(layer: BatchLayerNorm, given: _Given, y: Tensor) -> None:
-    """Keep a mask as long as the graph of this forward."""
-    used = _used.setdefault(layer, _Used())
-    used.graphs -= used.recalled
+def _store_block(layer: BatchLayerNorm, block: _Block, y: Tensor) -> None:
+    """Keep a block as long as the graph of this forward."""
+    forwards = _forwards.setdefault(layer, _Forwards())
+    forwards.with_graph -= forwards.recalled
     if y.grad_fn is None:  # as in the first forward of a reentrant checkpoint
-        used.without_graph = given
+        forwards.without_graph = block
     else:
-        used.graphs.add(given)
-        y.grad_fn.metadata["bln.padding"] = given  # type: ignore[index]  # a dict, whatever its stub says
+        forwards.with_graph.add(block)
+        y.grad_fn.metadata["bln.padding"] = block  # type: ignore[index]  # a dict, whatever its stub says
 
 
-def _recall(layer: BatchLayerNorm) -> _Given | None:
-    """The mask of the forward that is recomputed."""
-    used = _used.get(layer)
-    if used is None:
+def _recomputed_block(layer: BatchLayerNorm) -> _Block | None:
+    """Return the block of the forward that is recomputed."""
+    forwards = _forwards.get(layer)
+    if forwards is None:
         return None
-    found: list[_Given | None] = list(used.graphs) or [used.without_graph]
-    masks = [given.mask for given in found if given is not None and given.mask is not None]
+    blocks: list[_Block | None] = list(forwards.with_graph) or [forwards.without_graph]
+    masks = [block.mask for block in blocks if block is not None and block.mask is not None]
     if not all(torch.equal(mask, masks[0]) for mask in masks[1:]):
         raise RuntimeError(
             "activation checkpointing recomputes a BatchLayerNorm that got several padding masks since the last "
             "backward, and does not say which one belongs here. Ways out: (1) backward after each forward; (2) pass "
             "the mask to the layer, layer(x, mask)"
         )
-    used.recalled.update(used.graphs)
-    return found[0]
+    forwards.recalled.update(forwards.with_graph)
+    return blocks[0]
 
 
 # ---- hooks that pass on the mask a model is called with
@@ -144,16 +144,18 @@ _PADDED = ("src_key_padding_mask", "tgt_key_padding_mask")
 """Arguments of torch's transformers, true (or minus infinity) where a sequence is padded."""
 
 
-def install(model: nn.Module) -> None:
+def install_hooks(model: nn.Module) -> None:
     """Add hooks to each part of ``model`` that takes a padding mask; they pass it to the BLN layers inside."""
-    from .calibrate import layers  # which imports this module
+    from .layers import layers  # which imports this module
 
-    found = set(layers(model).values())
-    modules = [m for m in model.modules() if layers(m) and m not in found]
+    own = set(layers(model).values())
+    modules = [m for m in model.modules() if layers(m) and m not in own]
     pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
     hooked: dict[nn.Module, str] = {}
     if any("attention_mask" in _arguments(m) for m in pretrained):
-        hooked |= dict.fromkeys(pretrained, "attention_mask")  # one without the argument: a mask around is not its own
+        hooked |= dict.fromkeys(
+            pretrained, "attention_mask"
+        )  # one without the argument must not take the mask of the model around it
     for module in modules:
         names = [name for name in _PADDED if name in _arguments(module)]
         first = all(getattr(part, "batch_first", True) for part in module.modules())
@@ -185,24 +187,25 @@ def listed(names: list[str]) -> str:
 def _enter(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, at: int, outside: list[str]
 ) -> None:
-    """Give the layers of ``module`` its mask, or else the user's mask, but not one for a module around it."""
+    """Open a block with the mask that ``module`` is called with; without one, hide the mask of a module around it."""
     mask = args[at] if at < len(args) else kwargs.get(name)
     if isinstance(mask, Tensor) and mask.dim() <= 2:
-        if not (torch.compiler.is_compiling() or _here.given) and outside and module.training:
+        if not (torch.compiler.is_compiling() or _active.blocks) and outside and module.training:
             warnings.warn(
                 f"{type(module).__name__} was called with a padding mask, which BLN layers outside of it do not get: "
                 f"{listed(outside)}. Where their inputs are padded, padding enters their batch statistics. Call the "
                 "model inside of `with bln.padding(mask):`, mask being true at real entries",
                 stacklevel=2,
             )
-            outside.clear()  # it is said once
+            outside.clear()  # warn once
         hidden = name != "attention_mask"
         mask = mask != (-torch.inf if hidden and mask.is_floating_point() else int(hidden))
-        _here.given.append(_Given(mask, module))
-    elif _here.given and _here.given[-1].owner is not None:
-        _here.given.append(_Given(None, module))
+        _active.blocks.append(_Block(mask, module))
+    elif _active.blocks and _active.blocks[-1].owner is not None:
+        _active.blocks.append(_Block(None, module))
 
 
 def _leave(module: nn.Module, *_: Any) -> None:
-    if _here.given and _here.given[-1].owner is module:
-        _here.given.pop()
+    """Close the block that ``_enter`` opened, if it did."""
+    if _active.blocks and _active.blocks[-1].owner is module:
+        _active.blocks.pop()

@@ -1,6 +1,6 @@
-"""Many configurations on one mini-batch: in one pass where the model allows it, else one after the other.
+"""Score many configurations on one mini-batch: in one pass where the model allows it, else one after the other.
 
-In one pass ``torch.vmap`` follows which values differ between configurations. What precedes the first BLN layer that
+In one pass ``torch.vmap`` tracks which values differ between configurations. What precedes the first BLN layer that
 differs is computed once. After it, every configuration has a copy of the mini-batch, with statistics of its own.
 """
 
@@ -20,20 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .._models import calibrate as models
+from .._models.batches import count_samples, holds_samples, is_pair, length, part, to_device
+from .._models.run import Step, run_batch
 from ..formula import Priors
 from ..layer import BatchLayerNorm
-from .measure import Function, measure
+from .metrics import Function, score
 from .per_layer import Assignment
-from .rebatch import count_samples, holds_samples, is_pair, length, part
 
-Scores = list[list[Any]]
+RawScores = list[list[Any]]
 """The loss and the metrics of each assignment: numbers, or tensors without dimensions, left on their device."""
 
 _PROBES = 4
 """Single samples for the check that one pass gives the same losses."""
 _CPU_NUMBERS, _CPU_COPIES = 2**21, 4
-"""On a CPU: the most values the copies of a layer's output may have, and the copies that are always made.
+"""On a CPU: the most values that the copies of a layer's output may have in all, and the copies that are always made.
 
 Larger tensors leave the cache. Of a (32, 64, 28, 28) input, 4 copies take the time of separate evaluations, 16 take 1.7
 times as long."""
@@ -41,7 +41,7 @@ times as long."""
 
 @dataclass
 class Evaluator:
-    """Scores assignments on mini-batches, or if ``single`` on each of their samples alone.
+    """Score assignments on mini-batches, or if ``single`` on each of their samples alone.
 
     The first mini-batch is evaluated in both ways. If the losses are the same, assignments run together from there on.
     """
@@ -49,7 +49,7 @@ class Evaluator:
     model: nn.Module
     layers: Sequence[BatchLayerNorm]
     functions: Sequence[tuple[str, Function]]
-    step: models.Step | None
+    step: Step | None
     single: bool
     why: str | None = None
     """Why assignments run separately; empty if together, ``None`` before the first mini-batch."""
@@ -59,7 +59,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         self._device = next(chain(self.model.parameters(), self.model.buffers())).device
 
-    def __call__(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
+    def __call__(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[RawScores, int]:
         """Score assignments on a mini-batch; return the number of samples, too."""
         if self.step is None:
             if not is_pair(batch):
@@ -67,21 +67,21 @@ class Evaluator:
                     f"expected batches of (inputs, targets), got a {type(batch).__name__}; for others pass step=, such "
                     "as step=lambda model, batch: (model(batch['inputs']), batch['labels'])"
                 )
-            batch = models.to_device(batch, self._device)  # once for all assignments
+            batch = to_device(batch, self._device)  # once for all assignments
         if self.why is None:
-            found = self._check(part(batch, 0, _PROBES) if self.single else batch, assignments)
+            checked = self._check(part(batch, 0, _PROBES) if self.single else batch, assignments)
             if not self.single:
-                return found
+                return checked
         if not self.why:
             try:
                 results = self._together(batch, assignments)
-            except Exception as error:  # whatever the model cannot do vectorized, it can do without
+            except Exception as error:  # a model that cannot be vectorized can still run separately
                 self.why = _headline(error)
             else:
                 return self._scores(results, batch)
         return self._separately(batch, assignments)
 
-    def _check(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
+    def _check(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[RawScores, int]:
         """Evaluate in both ways, note whether one pass will do, and return the scores of separate evaluations."""
         sizes = [1]
         hooks = [layer.register_forward_hook(lambda _, __, y: sizes.append(y.numel())) for layer in self.layers]
@@ -94,9 +94,9 @@ class Evaluator:
             self.width = max(_CPU_COPIES, _CPU_NUMBERS // max(sizes))
         try:
             results = self._together(batch, assignments)
-            found, _ = self._scores(results, batch)
+            together, _ = self._scores(results, batch)
             within = _tolerance(self._device, [outputs for outputs, _ in results])
-            losses, others = (torch.tensor(scores, dtype=torch.float64)[:, 0] for scores in (found, expected))
+            losses, others = (torch.tensor(scores, dtype=torch.float64)[:, 0] for scores in (together, expected))
             alike = torch.allclose(losses, others, rtol=within, atol=within, equal_nan=True)
             self.why = "" if alike else "together they have other losses"
         except Exception as error:
@@ -107,7 +107,7 @@ class Evaluator:
         run = partial(_one_at_a_time, self._run, batch) if self.single else partial(self._run, batch)
         return _in_one_pass(run, self.layers, assignments, self.width)
 
-    def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[Scores, int]:
+    def _separately(self, batch: Any, assignments: Sequence[Assignment]) -> tuple[RawScores, int]:
         def results(batch: Any) -> Iterator[tuple[Any, Any]]:
             for assignment in assignments:
                 with assigned(self.layers, assignment):
@@ -121,22 +121,22 @@ class Evaluator:
 
     def _run(self, batch: Any) -> tuple[Any, Any]:
         if self.step is None:
-            return models.run(self.model, batch), batch[1]
+            return run_batch(self.model, batch), batch[1]
         result = self.step(self.model, batch)
         if not is_pair(result):
             raise ValueError(f"step(model, batch) must return (outputs, targets), got {type(result).__name__}")
         return result[0], result[1]
 
-    def _scores(self, results: Iterable[tuple[Any, Any]], batch: Any) -> tuple[Scores, int]:
+    def _scores(self, results: Iterable[tuple[Any, Any]], batch: Any) -> tuple[RawScores, int]:
         scores, samples = [], 0
         for outputs, targets in results:
-            scores.append([measure(name, function, outputs, targets) for name, function in self.functions])
+            scores.append([score(name, function, outputs, targets) for name, function in self.functions])
             samples = samples or length(targets, outputs, batch)
         return scores, samples
 
 
 def _tolerance(device: torch.device, outputs: Any) -> float:
-    """The root of the coarsest epsilon of the outputs' types, autocast and TF32.
+    """Return the root of the coarsest epsilon of the outputs' types, autocast and TF32.
 
     With another batch size libraries sum in another order. Differences of an epsilon then grow from layer to layer,
     most where a variance is near 0, but seldom by 1/sqrt(epsilon), 3,000 in float32; and a false alarm costs time, not
@@ -151,7 +151,7 @@ def _tolerance(device: torch.device, outputs: Any) -> float:
 
 
 def _headline(error: Exception) -> str:
-    """An error's type and the first sentence of its message."""
+    """Return an error's type and the first sentence of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text.split('. ')[0]}" if text else type(error).__name__
 
@@ -161,7 +161,7 @@ def _headline(error: Exception) -> str:
 
 @contextmanager
 def assigned(layers: Sequence[BatchLayerNorm], configs: Sequence[Any]) -> Iterator[None]:
-    """Run the layers with these configurations, or with stacked ones."""
+    """Set these configurations, or stacked ones, and restore those before at the end."""
     before = [layer.config for layer in layers]
     try:
         for layer, config in zip(layers, configs, strict=True):
@@ -173,7 +173,7 @@ def assigned(layers: Sequence[BatchLayerNorm], configs: Sequence[Any]) -> Iterat
 
 
 class _Stacked(Priors):
-    """The configurations of all copies: prior strengths in tensors, by which ``formula.choose`` selects."""
+    """The configurations of all copies, as ``formula.choose`` takes them: prior strengths in tensors."""
 
     uses_batch = uses_features = True
 

@@ -1,4 +1,4 @@
-"""The scores of assignments over all the data, remembered."""
+"""``Objective``: the scores of assignments over all the data, each computed once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from .._distributed.ranks import Ranks
-from .._models.calibrate import Snapshots, restore
+from .._models.layers import Snapshots, restore
 from .._progress import track
 from ..config import StatisticsConfig
 from .evaluate import Evaluator
 from .per_layer import Assignment
-from .result import Row, Score, averages
+from .result import Row, Score, average_scores
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Objective:
     def first_pass(self, statistics: Sequence[Snapshots]) -> list[int]:
         """Score the shared configurations; return the sizes of mini-batches.
 
-        After a calibration ``statistics`` are the calibrated ones and those as found, both of which are scored.
+        After a calibration ``statistics`` are the calibrated ones and those before it; scores are taken with both.
         """
         shared = self.shared
         scores, samples = self._average(shared, self.batches, "search", statistics=statistics)
@@ -59,7 +59,7 @@ class Objective:
         return samples
 
     def costs(self, assignments: Sequence[Assignment], what: str) -> list[float]:
-        """The loss of each, of the worst order of samples if robust."""
+        """Return the loss of each assignment; if robust, that of its worst order of samples."""
         unknown = [assignment for assignment in assignments if assignment not in self.rows]
         for assignment, score in zip(unknown, self._average(unknown, self.batches, what)[0], strict=True):
             self.rows[assignment] = Row(**vars(score), config=dict(zip(self.names, assignment, strict=True)))
@@ -69,7 +69,7 @@ class Objective:
         return [(row.worst if self.robust else row).loss for row in rows]
 
     def rebatch(self, assignments: Sequence[Assignment], what: str) -> None:
-        """Score every order of samples."""
+        """Score these assignments in every order of samples."""
         unknown = [assignment for assignment in assignments if not self.rows[assignment].rebatched]
         for name, batches in self.orders.items():
             scores, _ = self._average(unknown, batches, f"{what}, {name}", single=name == "single")
@@ -88,18 +88,18 @@ class Objective:
         if not assignments:
             return [], []
         evaluator = self.singles if single else self.evaluator
-        found, samples = list[list[Any]](), list[int]()
+        all_scores, samples = list[list[Any]](), list[int]()
         # The progress bar is closed before an exception is printed.
         with closing(track(batches, what)) if self.progress else nullcontext(batches) as tracked:
             for batch in tracked:
                 for snapshots in statistics:
                     restore(evaluator.layers, snapshots)
                     scores, number = evaluator(batch, assignments)
-                    found += scores
+                    all_scores += scores
                 samples.append(number)
         restore(evaluator.layers, statistics[0])
         metrics = [name for name, _ in evaluator.functions[1:]]
-        values = torch.tensor(found, dtype=torch.float64)  # only here is a device waited for
+        values = torch.tensor(all_scores, dtype=torch.float64)  # the only place that waits for a device
         values = self.ranks.gather(values.reshape(len(samples), len(statistics) * len(assignments), 1 + len(metrics)))
         samples = self.ranks.gather(torch.tensor(samples, dtype=torch.int64)).tolist()
-        return averages(values.tolist(), samples, metrics), samples
+        return average_scores(values.tolist(), samples, metrics), samples

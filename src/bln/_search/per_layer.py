@@ -1,4 +1,4 @@
-"""A configuration for each layer: by coordinate descent, or by an Optuna study that can be resumed and shared."""
+"""Search a configuration for each layer: by coordinate descent, or by an Optuna study to resume and share."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SAME = 1e-3
 
 
 def search_layers(objective: Objective, sampler: Any, storage: Any, study: str, trials: int | None) -> None:
-    """Look for configurations of single layers, from the shared ones on."""
+    """Search a configuration for each layer, starting from those that all layers share."""
     shared = dict(zip(objective.shared, objective.costs(objective.shared, "search"), strict=True))
     if sampler is None:
         _descend(objective, min(shared, key=lambda assignment: nan_last(shared[assignment])))
-    elif objective.ranks.rank == 0:  # alone talks to the study
+    elif objective.ranks.rank == 0:  # the only rank that uses the study
         trials = len(objective.configs) * len(objective.names) if trials is None else trials
-        _explore(objective, shared, sampler, storage, study, trials)
+        _run_study(objective, shared, sampler, storage, study, trials)
     else:
         _follow(objective)
 
@@ -48,10 +48,10 @@ def _descend(objective: Objective, best: Assignment) -> None:
     names, unchanged, at = objective.names, 0, 0
     while unchanged < len(names):
         candidates = [(*best[:at], config, *best[at + 1 :]) for config in objective.configs]
-        found = objective.costs(candidates, names[at])
-        now, lowest = found[candidates.index(best)], min(found, key=nan_last)
+        costs = objective.costs(candidates, names[at])
+        now, lowest = costs[candidates.index(best)], min(costs, key=nan_last)
         if lowest < now - _ROUNDING * abs(now) or (math.isnan(now) and not math.isnan(lowest)):
-            best, unchanged = candidates[found.index(lowest)], 0
+            best, unchanged = candidates[costs.index(lowest)], 0
         unchanged += 1  # the layer just changed is at its best
         at = (at + 1) % len(names)
 
@@ -59,26 +59,26 @@ def _descend(objective: Objective, best: Assignment) -> None:
 # ---- by Optuna
 
 
-def _lead(objective: Objective, assignment: Assignment, what: str) -> float:
-    """Return the cost of an assignment, and tell the other ranks of it."""
-    objective.ranks.tell([*map(objective.configs.index, assignment)])
+def _cost_on_all_ranks(objective: Objective, assignment: Assignment, what: str) -> float:
+    """Return the cost of an assignment, which the other ranks evaluate too, in ``_follow``."""
+    objective.ranks.broadcast([*map(objective.configs.index, assignment)])
     return objective.costs([assignment], what)[0]
 
 
 def _follow(objective: Objective) -> None:
-    """Evaluate what rank 0 asks for until it asks for nothing."""
+    """Evaluate the assignments that rank 0 broadcasts, until it broadcasts none."""
     nothing = [-1] * len(objective.names)
-    while (indices := objective.ranks.tell(nothing)) != nothing:
+    while (indices := objective.ranks.broadcast(nothing)) != nothing:
         objective.costs([tuple(objective.configs[at] for at in indices)], "study")
 
 
-def _explore(
+def _run_study(
     objective: Objective, shared: Mapping[Assignment, float], sampler: Any, storage: Any, name: str, trials: int
 ) -> None:
     """Run the study until it has ``trials`` finished trials.
 
-    The shared configurations are added as finished trials: they cost nothing more, the sampler learns from them, and
-    the best of the study is never worse than they are.
+    The shared configurations are added as finished trials, which do not count: they cost nothing more, the sampler
+    learns from them, and the best of the study is never worse than they are.
     """
     try:
         import optuna
@@ -93,31 +93,34 @@ def _explore(
     def cost(trial: Any) -> float:
         trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
         chosen = read({layer: trial.suggest_categorical(layer, choices) for layer in names})
-        found = _lead(objective, chosen, f"trial {trial.number}")
-        return math.inf if math.isnan(found) else found  # a NaN would fail the trial, and another be asked for
+        value = _cost_on_all_ranks(objective, chosen, f"trial {trial.number}")
+        return math.inf if math.isnan(value) else value  # NaN would fail the trial, and Optuna would run another
 
     with _opened(optuna, storage) as opened:
         chosen = _sampler(optuna, sampler, names, choices, storage)
         study = optuna.create_study(study_name=name, storage=opened, sampler=chosen, load_if_exists=True)
-        _claim(study, names, min(shared.values(), key=nan_last))
-        given = [trial.params for trial in study.get_trials() if trial.user_attrs.get("shared")]
+        _check_study(study, names, min(shared.values(), key=nan_last))
+        added = [trial.params for trial in study.get_trials() if trial.user_attrs.get("shared")]
         for assignment, value in shared.items():
             params = dict(zip(names, map(str, assignment), strict=True))
-            if params not in given and not math.isnan(value):
-                given.append(params)
+            if params not in added and not math.isnan(value):
                 known: Any = {"params": params, "distributions": distributions, "user_attrs": {"shared": True}}
                 study.add_trial(optuna.trial.create_trial(value=value, **known))
-        states, wanted = (optuna.trial.TrialState.COMPLETE,), trials + len(given)
-        if len(study.get_trials(states=states)) < wanted:
-            study.optimize(cost, callbacks=[optuna.study.MaxTrialsCallback(wanted, states)])
+
+        def is_complete() -> bool:  # shared trials do not count: processes that start together each add them
+            done = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+            return sum("shared" not in trial.user_attrs for trial in done) >= trials
+
+        if not is_complete():
+            study.optimize(cost, callbacks=[lambda study, _: study.stop() if is_complete() else None])
         best = read(study.best_trial.params)
-    _lead(objective, best, "the best of the study")  # another process may have found it
-    objective.ranks.tell([-1] * len(names))
+    _cost_on_all_ranks(objective, best, "the best of the study")  # whose trial another process may have run
+    objective.ranks.broadcast([-1] * len(names))
 
 
 @contextmanager
 def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
-    """Open the storage, and release it afterwards; until then Optuna is silent."""
+    """Open the storage with Optuna silenced, and release it afterwards."""
     from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
     if not (storage is None or isinstance(storage, optuna.storages.BaseStorage)):
@@ -143,7 +146,9 @@ def _opened(optuna: Any, storage: Any) -> Iterator[Any]:
 
 
 def _sampler(optuna: Any, sampler: Any, names: list[str], choices: list[str], storage: Any) -> Any:
-    samplers, seed = optuna.samplers, 0 if storage is None else None  # else all who share a study draw the same
+    """Return the Optuna sampler of this name, or the sampler itself."""
+    samplers = optuna.samplers
+    seed = 0 if storage is None else None  # with one seed, all who share a study would draw the same trials
     if isinstance(sampler, samplers.BaseSampler):
         return sampler
     if sampler == "tpe":
@@ -158,7 +163,7 @@ def _sampler(optuna: Any, sampler: Any, names: list[str], choices: list[str], st
     )
 
 
-def _claim(study: Any, names: list[str], cost: float) -> None:
+def _check_study(study: Any, names: list[str], cost: float) -> None:
     """Refuse a study of another model, other weights or other data; its costs could not be compared."""
     known = study.user_attrs
     if "shared" in known and (known["layers"] != names or not math.isclose(known["shared"], cost, rel_tol=_SAME)):

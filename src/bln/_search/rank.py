@@ -13,15 +13,18 @@ import torch
 from torch import nn
 
 from .._distributed.ranks import Ranks
-from .._models import calibrate as models
+from .._models.batches import check_batches
+from .._models.calibrate import calibrate_on
+from .._models.layers import Snapshots, required_layers, restore, snapshots
+from .._models.run import Step, preserved, uncompiled, unwrapped
 from ..config import StatisticsConfig, choices
 from ..layer import BatchLayerNorm
 from .evaluate import Evaluator, assigned
-from .measure import Function, Metrics, functions
+from .metrics import Function, Metrics, named_functions
 from .objective import Objective
 from .per_layer import search_layers
 from .rebatch import reorder
-from .result import DEPENDS_ON_BATCH, SearchResult
+from .result import DEPENDS_ON_BATCH, SearchResult, notes_on_population
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,14 +46,14 @@ def search(
     storage: Any = None,
     study: str = "bln.search",
     trials: int | None = None,
-    step: models.Step | None = None,
+    step: Step | None = None,
     process_group: ProcessGroup | Literal["world"] | None = None,
     progress: bool = True,
 ) -> SearchResult:
     """Compare all 16 configurations of statistics of a trained model on held-out batches, in one pass.
 
     Search on **validation** data; keep the test set for the one configuration that is chosen. The model is always left
-    as it was found; ``SearchResult.apply`` gives it the winner.
+    as it was; ``SearchResult.apply`` gives it the winner.
 
     Args:
         model: A trained model with BLN layers, on the device it should run on.
@@ -86,10 +89,10 @@ def search(
         >>> len(result), model[2].config == row.config
         (16, True)
     """
-    found = models.required_layers(model)
-    scored = functions(loss, metrics)
+    by_name = required_layers(model)
+    scored = named_functions(loss, metrics)
     configs = choices(candidates)
-    models.check_batches(batches)
+    check_batches(batches)
     if sampler is not None and not per_layer:
         raise ValueError("sampler= looks for a configuration of each layer; pass per_layer=True with it")
     if sampler is None and (storage is not None or trials is not None):
@@ -98,18 +101,18 @@ def search(
     rebatch = rebatch or robust
     ranks = Ranks(process_group, model)
     progress = progress and ranks.rank == 0
-    layers = list(found.values())
+    layers = list(by_name.values())
 
-    with ranks.guard(), models.uncompiled(), _as_found(model, layers):
+    with ranks.guard(), uncompiled(), _as_found(model, layers):
         model.eval()
-        statistics: list[models.Snapshots] = [models.snapshots(layers)]
+        statistics: list[Snapshots] = [snapshots(layers)]
         if calibrate is not None:
-            models.calibrate_on(ranks, model, calibrate, step, progress)
-            statistics.insert(0, models.snapshots(layers))
-        evaluator = Evaluator(models.unwrapped(model), layers, scored, step, single=False)
+            calibrate_on(ranks, model, calibrate, step, progress)
+            statistics.insert(0, snapshots(layers))
+        evaluator = Evaluator(unwrapped(model), layers, scored, step, single=False)
         singles = replace(evaluator, single=True)
         held = list(batches) if per_layer or rebatch else batches
-        objective = Objective(evaluator, singles, held, list(found), configs, robust, progress, ranks)
+        objective = Objective(evaluator, singles, held, list(by_name), configs, robust, progress, ranks)
         samples = objective.first_pass(statistics)
         if rebatch:
             objective.orders = reorder(ranks, list(held))
@@ -117,7 +120,7 @@ def search(
         if per_layer:
             search_layers(objective, sampler, storage, study, trials)
         mode = "separate" if evaluator.why else "together"
-        calibrated = None if calibrate is None else dict(zip(found, statistics[0], strict=True))
+        calibrated = None if calibrate is None else dict(zip(by_name, statistics[0], strict=True))
         rows = list(objective.rows.values())
         result = SearchResult(rows, mode, (), sum(samples), len(samples), robust, calibrated)
         if rebatch and not result.all_nan:
@@ -128,12 +131,8 @@ def search(
     if calibrate is not None:
         notes.append("Population statistics were recomputed under frozen weights. apply() puts them in place.")
     else:
-        notes.append(
-            "Population statistics averaged while the weights still moved can ruin rows with T; "
-            "calibrate=train_batches recomputes them under frozen weights."
-        )
-        if untrained := [name for name, layer in found.items() if not layer.population.updates.any()]:
-            notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
+        untrained = [name for name, layer in by_name.items() if not layer.population.updates.any()]
+        notes += notes_on_population("calibrate=train_batches", untrained)
     if any(layer.memory is not None for layer in layers):
         notes.append("Each mini-batch was scored by itself, without the requests that layers remember.")
     if useless := sum(math.isnan(row.loss) for row in result):
@@ -148,10 +147,8 @@ def search(
     return replace(result, notes=tuple(notes))
 
 
-# ---- checks, and the model as it was found
-
-
 def _warn_of_leak(batches: Any, train: Any) -> None:
+    """Warn if the search data are the training data."""
     dataset = getattr(batches, "dataset", None)
     if batches is train or (dataset is not None and dataset is getattr(train, "dataset", None)):
         warnings.warn(
@@ -163,13 +160,13 @@ def _warn_of_leak(batches: Any, train: Any) -> None:
 
 @contextmanager
 def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
-    """Put back modes, random state, configurations, statistics and every other buffer, whatever happens inside.
+    """Restore modes, random state, configurations, statistics and every other buffer, whatever happens inside.
 
-    Memories of requests are set aside: what one configuration leaves there would be among the statistics of the next.
+    Memories of requests are set aside: what one configuration leaves there would enter the statistics of the next.
     """
-    populations, memories = models.snapshots(layers), [layer.memory for layer in layers]
+    populations, memories = snapshots(layers), [layer.memory for layer in layers]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with models.preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
+    with preserved(model), assigned(layers, tuple(layer.config for layer in layers)):
         try:
             for layer in layers:
                 layer.memory = None
@@ -177,6 +174,6 @@ def _as_found(model: nn.Module, layers: list[BatchLayerNorm]) -> Iterator[None]:
         finally:
             for layer, memory in zip(layers, memories, strict=True):
                 layer._memory = memory
-            models.restore(layers, populations)
+            restore(layers, populations)
             for buffer, value in buffers:
                 buffer.copy_(value)

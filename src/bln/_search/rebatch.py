@@ -1,4 +1,4 @@
-"""The same samples in other mini-batches: shuffled, sorted by label, or one at a time."""
+"""Put the same samples into other mini-batches: shuffled, sorted by label, or one at a time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from .._distributed.ranks import Ranks
+from .._models.batches import count_samples, holds_samples, is_pair
 
 ORDERS = ("shuffled", "sorted", "single")
 
 
 class _Samples(Dataset[Any]):
-    """All samples of some mini-batches, concatenated; some of them, by their indices, are a mini-batch."""
+    """The samples of several mini-batches, concatenated; indexing by several samples gives a mini-batch of these."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         lengths = [count_samples(batch) for batch in batches]
         self.number, self.size = sum(lengths), lengths[0]
         try:
             self._held = pytree.tree_map(lambda *leaves: all(map(holds_samples, leaves, lengths)), *batches)
-            join = lambda held, *leaves: torch.cat(leaves) if held else leaves[0]  # noqa: E731
-            self._joined = pytree.tree_map(join, self._held, *batches)
+            concatenate = lambda held, *leaves: torch.cat(leaves) if held else leaves[0]  # noqa: E731
+            self._joined = pytree.tree_map(concatenate, self._held, *batches)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
                 f"rebatch=True puts samples of all batches together, but they differ in structure or shape: {error} "
@@ -41,9 +42,9 @@ class _Samples(Dataset[Any]):
         return pytree.tree_map(take, self._held, self._joined)
 
     def orders(self) -> dict[str, Iterable[Any]]:
-        """Mini-batches as large as the first one, in other orders."""
-        given, random = torch.arange(self.number), torch.Generator().manual_seed(0)
-        orders = {"shuffled": torch.randperm(self.number, generator=random), "single": given}
+        """Return the samples in other orders, in mini-batches as large as the first one."""
+        in_order, random = torch.arange(self.number), torch.Generator().manual_seed(0)
+        orders = {"shuffled": torch.randperm(self.number, generator=random), "single": in_order}
         targets = self._joined[1] if is_pair(self._joined) else None
         if isinstance(targets, Tensor) and targets.dim() and targets.numel() == len(targets) == self.number:
             orders["sorted"] = targets.reshape(-1).cpu().argsort(stable=True)
@@ -56,39 +57,10 @@ class _Samples(Dataset[Any]):
 
 
 def reorder(ranks: Ranks, batches: Sequence[Any]) -> dict[str, Iterable[Any]]:
-    """Each rank's samples in other orders, by name; those of ``single`` are to be evaluated one by one.
+    """Return each rank's samples in other orders, by name; those of ``single`` are to be evaluated one by one.
 
     ``sorted`` is missing where targets on any rank do not have one value for each sample.
     """
     own = _Samples(batches).orders() if batches else dict[str, Iterable[Any]].fromkeys(ORDERS, ())
     everywhere = ranks.gather(torch.tensor([[name in own for name in ORDERS]])).all(0).tolist()
     return {name: own[name] for name, wanted in zip(ORDERS, everywhere, strict=True) if wanted}
-
-
-def part(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a mini-batch, as a mini-batch."""
-    n = count_samples(batch)
-    return pytree.tree_map(lambda leaf: leaf[start:stop] if holds_samples(leaf, n) else leaf, batch)
-
-
-def count_samples(batch: Any) -> int:
-    """Count the samples of a mini-batch: its targets, if it is ``(inputs, targets)``."""
-    return length(batch[1], batch[0]) if is_pair(batch) else length(batch)
-
-
-def length(*values: Any) -> int:
-    """The length of the first tensor in ``values``, which may be nested."""
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return len(leaf)
-    raise ValueError("a batch holds no tensor to tell how many samples it has")
-
-
-def is_pair(value: Any) -> bool:
-    """Whether a value is a tuple or list of two, as ``(inputs, targets)``."""
-    return isinstance(value, tuple | list) and len(value) == 2
-
-
-def holds_samples(leaf: Any, n: int) -> bool:
-    """Whether a leaf of a mini-batch is a tensor with one entry for each of ``n`` samples."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == n

@@ -1,4 +1,4 @@
-"""What a search found, for every framework: scores, rows, the choice among them, exports. Imports no torch."""
+"""``SearchResult``, for every framework: scores, rows, the choice among them, exports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ class Score:
     metrics_error: dict[str, float] = field(default_factory=dict)
 
 
-def averages(
+def average_scores(
     values: Sequence[Sequence[Sequence[float]]], samples: Sequence[int], metrics: Sequence[str]
 ) -> list[Score]:
-    """The score of each configuration, from its loss and ``metrics`` on each mini-batch.
+    """Return the score of each configuration, from its loss and ``metrics`` on each mini-batch.
 
     A mini-batch is weighted by its ``samples``, in the standard error too.
 
-    >>> averages([[[1.0]], [[3.0]]], [5, 5], [])
+    >>> average_scores([[[1.0]], [[3.0]]], [5, 5], [])
     [Score(loss=2.0, loss_error=1.0, metrics={}, metrics_error={})]
     """
     count, weights = len(samples), [number / sum(samples) for number in samples]
 
     def mean(column: Sequence[float]) -> tuple[float, float]:
-        """The weighted mean and its standard error."""
+        """Return the weighted mean and its standard error."""
         mean = sum(weight * value for weight, value in zip(weights, column, strict=True))
         parts = [weight * (value - mean) for weight, value in zip(weights, column, strict=True)]
         squares = sum(part * part for part in parts)  # not part**2, which raises an error where it overflows
         return mean, math.sqrt(squares * count / (count - 1)) if count > 1 else math.nan
 
-    found = []
+    scores = []
     for of_batches in zip(*values, strict=True):
         (loss, *means), (error, *errors) = zip(*map(mean, zip(*of_batches, strict=True)), strict=True)
         by_name = (dict(zip(metrics, numbers, strict=True)) for numbers in (means, errors))
-        found.append(Score(loss, error, *by_name))
-    return found
+        scores.append(Score(loss, error, *by_name))
+    return scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,8 @@ class Row(Score):
 
     @property
     def collapses(self) -> tuple[str, ...]:
-        """The orders of samples that ruin it."""
-        return tuple(name for name, score in self.rebatched.items() if _ruined(self, score))
+        """The orders of samples in which the score collapses."""
+        return tuple(name for name, score in self.rebatched.items() if _collapses(self, score))
 
     @property
     def per_layer(self) -> bool:
@@ -123,7 +123,7 @@ class Row(Score):
         return " ".join(map(str, self._configs))
 
     def record(self) -> dict[str, Any]:
-        """The row as one flat dict."""
+        """Return the row as one flat dict."""
         flat: dict[str, Any] = {"config": self.label}
         if isinstance(self.config, dict):
             flat |= {f"config[{name}]": str(config) for name, config in self.config.items()}
@@ -140,12 +140,13 @@ class Row(Score):
         return flat
 
 
-def _ruined(given: Score, other: Score) -> bool:
+def _collapses(score: Score, other: Score) -> bool:
+    """Whether another order of samples is as much worse as ``_LOST``, ``_GROWN`` and ``_ERRORS`` say."""
     if math.isnan(other.loss):
         return True
-    lost, share, error = other.loss - given.loss, _GROWN * abs(given.loss), given.loss_error
-    for name, value in list(given.metrics.items())[:1]:
-        lost, share, error = value - other.metrics[name], _LOST * abs(value), given.metrics_error[name]
+    lost, share, error = other.loss - score.loss, _GROWN * abs(score.loss), score.loss_error
+    for name, value in list(score.metrics.items())[:1]:
+        lost, share, error = value - other.metrics[name], _LOST * abs(value), score.metrics_error[name]
     return lost > (share if math.isnan(error) else max(share, _ERRORS * error))
 
 
@@ -159,7 +160,7 @@ class SearchResult:
     Attributes:
         rows: Every configuration tried.
         mode: How they were run: ``together`` or ``separate``.
-        notes: What one should know about these numbers.
+        notes: How to read these numbers, and what limits them.
         samples, batches: The data they were taken on.
         robust: Ranked by the worst order of samples.
         statistics: After a calibration, the population statistics of each layer. ``apply`` puts them in place.
@@ -231,8 +232,8 @@ class SearchResult:
         which = self.best if which is None else which
         row = which if isinstance(which, Row) else self._find(which)
         tools, statistics = framework(model), self.statistics or {}
-        found = tools.layers(model) if statistics else {}
-        for name, layer in found.items():
+        layers = tools.layers(model) if statistics else {}
+        for name, layer in layers.items():
             if name not in statistics or not layer.population.fits(statistics[name]):
                 raise ValueError(
                     f"the search calibrated no statistics that fit the layer {name!r}; apply to the model that was "
@@ -241,7 +242,7 @@ class SearchResult:
         if row is not None and (danger := _danger(row)):
             warnings.warn(danger, stacklevel=2)
         tools.configure(model, which.config if isinstance(which, Row) else which)
-        for name, layer in found.items():
+        for name, layer in layers.items():
             positions, values = statistics[name]
             device = layer.population.batch_mean.device
             layer.population.restore((positions, {key: value.to(device) for key, value in values.items()}))
@@ -259,7 +260,7 @@ class SearchResult:
         return len(self.rows)
 
     def __getitem__(self, which: int | StatisticsConfig | str | Mapping[str, Any]) -> Row:
-        """The row at a rank, or of a configuration."""
+        """Return the row at a rank, or that of a configuration."""
         if isinstance(which, int):
             return self.rows[which]
         if (row := self._find(which)) is None:
@@ -277,11 +278,11 @@ class SearchResult:
         return f"<pre>{escape(str(self))}</pre>"  # whose long lines a notebook does not wrap
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat dict for each row, best first."""
+        """Return a flat dict for each row, best first."""
         return [{"rank": rank, **row.record()} for rank, row in enumerate(self.rows, 1)]
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """A DataFrame with a line for each row, best first."""
+        """Return a DataFrame with a line for each row, best first."""
         try:
             import pandas
         except ImportError as error:
@@ -289,7 +290,7 @@ class SearchResult:
         return pandas.DataFrame(self.records())
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """JSON, also written to ``path`` if given; NaN becomes null."""
+        """Return JSON, with null for NaN; write it to ``path``, too, if given."""
 
         def plain(value: Any) -> Any:
             return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -299,7 +300,7 @@ class SearchResult:
         return _write(json.dumps({**known, "notes": list(self.notes), "rows": rows}, indent=1), path)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """CSV, also written to ``path`` if given."""
+        """Return CSV; write it to ``path``, too, if given."""
         records, buffer = self.records(), io.StringIO()
         writer = csv.DictWriter(buffer, list(dict.fromkeys(chain(*records))), lineterminator="\n")
         writer.writeheader()
@@ -307,13 +308,24 @@ class SearchResult:
         return _write(buffer.getvalue(), path)
 
 
+def notes_on_population(calibrate: str, untrained: Sequence[str]) -> list[str]:
+    """Return notes on population statistics that were not calibrated; ``calibrate`` is the call that would do so."""
+    notes = [
+        f"Population statistics averaged while the weights still moved can ruin rows with T; {calibrate} recomputes "
+        "them under frozen weights."
+    ]
+    if untrained:
+        notes.append(f"No training batch was seen by {', '.join(untrained)}: T there means mean 0, variance 1.")
+    return notes
+
+
 def nan_last(cost: float) -> tuple[bool, float]:
-    """A key that sorts NaN after all numbers."""
+    """Return a key that sorts NaN after all numbers."""
     return math.isnan(cost), cost
 
 
 def _danger(row: Row) -> str:
-    """A warning where predictions collapse in some order of samples, as measured or, if unmeasured, as known."""
+    """Return a warning if predictions were measured to collapse in some order of samples, or, unmeasured, may do so."""
     if not row.rebatched and row.depends_on_batch:
         return (
             f"{row.label} makes a prediction depend on the other samples of its batch, and may collapse where they "

@@ -1,4 +1,4 @@
-"""A search's result as a table of plain text. Imports no torch."""
+"""Format the result of a search as a table of plain text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADINGS = {"shuffled": "reshuffled", "sorted": "sorted by label", "single": "o
 
 
 def text(result: SearchResult) -> str:
-    """A title, a line of aligned cells for each row, and the notes."""
+    """Return a title, a line of aligned cells for each row, and the notes."""
     metrics = list(result.rows[0].metrics)
     orders = next((list(row.rebatched) for row in result.rows if row.rebatched), [])
     calibrated = any(row.uncalibrated for row in result.rows)
@@ -22,14 +22,14 @@ def text(result: SearchResult) -> str:
 
     def cells(rank: int, row: Row) -> list[str]:
         label = "per layer" if row.per_layer and len(row.label) > 24 else row.label
-        found = [f"{rank}{' *' * (row is best)}", label, _number(row.loss, row.loss_error)]
-        found += [_number(row.metrics[name], row.metrics_error[name]) for name in metrics]
+        row_cells = [f"{rank}{' *' * (row is best)}", label, _number(row.loss, row.loss_error)]
+        row_cells += [_number(row.metrics[name], row.metrics_error[name]) for name in metrics]
         if calibrated:
             before = row.uncalibrated
-            found.append(f"{before.loss:.4f} ({row.loss - before.loss:+z.4f})" if before else "")
+            row_cells.append(f"{before.loss:.4f} ({row.loss - before.loss:+z.4f})" if before else "")
         for name in orders:
-            found.append(_moves(row, name) + " !" * (name in row.collapses) if row.rebatched else "")
-        return found
+            row_cells.append(_moves(row, name) + " !" * (name in row.collapses) if row.rebatched else "")
+        return row_cells
 
     columns = ["", "config", "loss", *metrics, *["loss before calibration"] * calibrated]
     lines, combinations = [columns + [_HEADINGS[name] for name in orders]], 0
@@ -65,7 +65,7 @@ def _number(value: float, error: float) -> str:
 
 
 def _moves(row: Row, order: str) -> str:
-    """How far loss and metrics move in another order of samples."""
+    """Return how far loss and metrics move in another order of samples."""
     other = row.rebatched[order]
     moves = [other.loss - row.loss, *(other.metrics[name] - value for name, value in row.metrics.items())]
     return " / ".join(f"{move:+z.3f}" for move in moves)

@@ -241,9 +241,11 @@ class Estimate:
         """Return the estimate as a sentence."""
         units = (self.seconds, "s", 100), (self.seconds / 60, "min", 100), (self.seconds / 3600, "h", math.inf)
         time, unit = next((value, unit) for value, unit, most in units if value < most)
+        gib = self.memory / 2**30
+        memory = f"{1024 * gib:.0f} MiB" if 0 < gib < 0.1 else f"{gib:.2g} GiB"
         return (
-            f"{self.runs} runs, about {time:.{int(unit == 'h')}f} {unit} and {self.memory / 2**30:.2g} GiB, from a few "
-            f"steps of {self.measured} on this machine"
+            f"{self.runs} runs, about {time:.{int(unit == 'h')}f} {unit} and {memory}, from a few steps of "
+            f"{self.measured} on this machine"
         )
 
 

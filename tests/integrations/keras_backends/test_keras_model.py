@@ -88,7 +88,7 @@ class TestLayers:
 
     @pytest.mark.parametrize("of_torch", [bln.reset_statistics, bln.freeze, lambda m: bln.calibrate(m, [])])
     def test_functions_of_torch_say_where_those_of_keras_are(self, of_torch):
-        with pytest.raises(TypeError, match=r"what can be done with it is in bln\.keras"):
+        with pytest.raises(TypeError, match=r"the functions for it are in bln\.keras"):
             of_torch(keras.Sequential([keras.Input((3,)), BatchLayerNormalization()]))
 
 

@@ -28,6 +28,7 @@ ASSUMED_ACCURACY, ASSUMED_LOSS, ASSUMED_CONFIGURATION = 0.05, 0.10, 0.01
 """Half-widths assumed with fewer seeds: of accuracies; of losses, as a share; and, as a share too, of the losses of
 configurations, which have weights and test set in common."""
 CHANCE = {"cnn": 0.1, "rnn": 0.5}
+PROTOCOLS = {"paper": "As the authors did it", "clean": "With mini-batches drawn anew each epoch"}
 NAMES = {"cnn": "CNN", "rnn": "RNN", "bln": "BLN", "bn": "BN", "ln": "LN"}
 
 RULES = (
@@ -97,6 +98,16 @@ def judge(summary: Summary, protocol: str = "paper") -> list[ClaimPart]:
     """Return every part of the five claims with its verdict, by the runs of one protocol."""
     claims = (_accuracies, _convergence, _rivals, _leaders, _dependence)
     return [part for claim in claims for part in claim(summary, protocol)]
+
+
+def outcome(parts: Sequence[ClaimPart]) -> str:
+    """Return a sentence that counts the parts of the claims by verdict."""
+    counts = Counter(part.verdict for part in parts)
+    reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
+    return (
+        f"of {counts.total()} parts of the claims {reproduced} are reproduced, {refuted} are not, and {undecided} are "
+        "undecided for want of runs."
+    )
 
 
 def overall(parts: Sequence[ClaimPart]) -> str:

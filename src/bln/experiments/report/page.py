@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from . import figures
-from .claims import CLAIMS, RULES, ClaimPart, judge, overall, searched, tally
+from .claims import CLAIMS, PROTOCOLS, RULES, ClaimPart, judge, outcome, overall, searched, tally
 from .compare import MEASURES, difference, ended
 from .figures import Column, data
 from .markup import Html, badge, document, figure, join, safe, table, tag
@@ -90,17 +90,19 @@ def _verdicts(summary: Summary, protocols: Sequence[str]) -> Html:
     head = tag("h2", "The paper's claims")
     if not protocols:
         return join([head, tag("p", "Neither the CNN nor the RNN has been run: there is nothing to judge yet.")])
-    blocks = [head]
-    for protocol in protocols:
-        parts = judge(summary, protocol)
+    judged = {protocol: judge(summary, protocol) for protocol in protocols}
+    lines = [
+        join([tag("b", PROTOCOLS[protocol]), f" (protocol {protocol}): {outcome(parts)}"])
+        for protocol, parts in judged.items()
+    ]
+    blocks = [head, tag("ul", *(tag("li", line) for line in lines))]
+    for protocol, parts in judged.items():
         rows = []
         for claim, text in CLAIMS.items():
             parts_of_claim = [part for part in parts if part.claim == claim]
             verdict = join([badge(overall(parts_of_claim)), tag("small", tally(parts_of_claim))])
             rows.append([tag("b", str(claim)), text, verdict])
-        caption = (
-            f"Protocol {protocol}. Each claim is split into parts that figures can decide; details and rules below."
-        )
+        caption = f"Protocol {protocol}. A claim is split into parts that figures can decide; details and rules below."
         blocks.append(table(caption, ["", "claim", "verdict, and its parts"], rows, "overview"))
     return join(blocks)
 

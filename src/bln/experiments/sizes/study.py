@@ -182,7 +182,8 @@ def study(
             lanes = LANES if device.type == "cuda" else 1
             _in_lanes(cells, known, place, save, progress, lanes=lanes, budget=budget)
         else:
-            jobs = ((cell, known, place) for cell in cells if budget.left() > 0)
+            # A copy for each: jobs are pickled in another thread, while this one adds what has ended.
+            jobs = ((cell, dict(known), place) for cell in cells if budget.left() > 0)
             for number, rows in enumerate(side_by_side(_alone, jobs, workers), 1):
                 save(rows)
                 progress(number, f"{workers} at a time")

@@ -1,4 +1,4 @@
-"""Losses and metrics of a model's outputs."""
+"""Evaluate losses and metrics on a model's outputs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from .._masks import is_host_readable
 
 Function = Callable[[Any, Any], Any]
-"""``f(outputs, targets)``, the mean over the mini-batch's samples."""
+"""A loss or metric: ``f(outputs, targets)``, the mean over the samples of a mini-batch."""
 Metrics = str | Mapping[str, Function]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The share of samples whose predicted class is the target.
+    """Return the share of samples whose predicted class is the target.
 
     The class is the largest output; a single output predicts class 1 where it is positive. Targets other than 0 and 1
     are then refused on a CPU.
@@ -38,8 +38,8 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (predicted == targets).float().mean()
 
 
-def functions(loss: Function, metrics: Metrics | None) -> list[tuple[str, Function]]:
-    """The loss and the metrics, each with its name."""
+def named_functions(loss: Function, metrics: Metrics | None) -> list[tuple[str, Function]]:
+    """Return the loss and the metrics, each with its name."""
     named = {"accuracy": accuracy} if metrics == "accuracy" else metrics or {}
     if not callable(loss):
         raise TypeError(f"loss must be a function loss(outputs, targets), such as F.cross_entropy; got {loss!r}")
@@ -51,8 +51,8 @@ def functions(loss: Function, metrics: Metrics | None) -> list[tuple[str, Functi
     return [("loss", loss), *named.items()]
 
 
-def measure(name: str, function: Function, outputs: Any, targets: Any) -> Any:
-    """A loss or metric: a number, or a tensor without dimensions."""
+def score(name: str, function: Function, outputs: Any, targets: Any) -> Any:
+    """Return a loss or metric as a number or a tensor without dimensions."""
     try:
         value = function(outputs, targets)
     except (TypeError, AttributeError) as error:

@@ -192,7 +192,7 @@ def test_the_report_averages_what_the_results_say(asked, tmp_path):
     results = report.read(asked / table.NAME)
     lines = [
         line
-        for line in results.lines
+        for line in results.answers
         if (line["norm"], line["part"], line["arrangement"]) == ("bn", "test", "shuffled") and line["severity"]
     ]
     expected = sum(line["accuracy"]["16"][1] for line in lines) / len(lines)

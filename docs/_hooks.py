@@ -1,7 +1,7 @@
-"""What is done when the site is built.
+"""Hooks of the site's build: formulas, line breaks, and tables on phones.
 
-Formulas become SVG: readers need no script, no font and no network for them. Numbers stay on a line with their
-intervals. Tables of words know their headings in each cell, for phones, where a row becomes a card.
+Formulas become SVG, which needs no script, font or network. A number stays on a line with its interval. Cells of
+tables of words hold their headings, since on phones each row becomes a card.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import ziamath
 
-from bln.experiments.report.markup import together
+from bln.experiments.report.markup import unbroken
 
 LONG = 34
-"""Characters of a cell, or of one word of it, that a phone has no room for beside others."""
+"""A cell with more characters than this, or a word of them, does not fit beside others on a phone."""
 
 
 def on_config(config: Any) -> Any:
-    """Return the configuration with fences of the language ``math``, which Git hosts draw too, drawn here."""
+    """Return the configuration, with fences of the language ``math`` drawn as formulas, as Git hosts do."""
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
     fences["custom_fences"] = [{"name": "math", "class": "math", "format": _draw}]
     return config
@@ -31,12 +31,12 @@ def _draw(source: str, *_: Any, **__: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Return the page with no line break inside of a number and its interval, and with tables fit for a phone."""
-    return re.sub(r"<table>.*?</table>", lambda found: _cards(found[0]), together(content), flags=re.DOTALL)
+    """Return the page without line breaks between a number and its interval, and with tables that fit phones."""
+    return re.sub(r"<table>.*?</table>", lambda match: _cards(match[0]), unbroken(content), flags=re.DOTALL)
 
 
 def _cards(table: str) -> str:
-    """Return the table, marked ``data-cards`` if it is of words: its rows would be too wide for a phone."""
+    """Return the table, marked ``data-cards`` if its rows are too wide for a phone."""
     headings, *rows = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in table.split("</tr>")[:-1])
     texts = [_text(cell) for row in rows for cell in row]
     of_words = len(headings) > 2 and max(map(len, texts)) > LONG
@@ -49,8 +49,8 @@ def _cards(table: str) -> str:
 
 def _cell(content: str, heading: str, at: int) -> str:
     """Return a cell with its heading; the first one is the title of its card, unless it is a bare number."""
-    told = "" if at == 0 and not content.isdigit() else html.escape(_text(heading))
-    return f'<td data-heading="{told}">{content}</td>'
+    heading = "" if at == 0 and not content.isdigit() else html.escape(_text(heading))
+    return f'<td data-heading="{heading}">{content}</td>'
 
 
 def _text(cell: str) -> str:

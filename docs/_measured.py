@@ -1,6 +1,6 @@
-"""Write measured tables into the pages, from the committed results: ``python docs/_measured.py``, or ``make tables``.
+"""Write tables into the pages from the committed results: ``python docs/_measured.py``, or ``make tables``.
 
-A page has a table between ``<!-- table: NAME -->`` and ``<!-- end -->``. A test compares the pages with the results.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. A test compares the pages with the results.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import csv
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bln.experiments import table as runs_table
 from bln.experiments.report import page, shift, sizes
-from bln.experiments.report.claims import CLAIMS, PROTOCOLS, Part, Verdict, judge, outcome, overall
+from bln.experiments.report.claims import CLAIMS, PROTOCOLS, ClaimPart, Verdict, judge, outcome, overall, tally
 from bln.experiments.report.compare import TEST_ACCURACY, TRAIN_ACCURACY, ended
+from bln.experiments.report.markup import listed
+from bln.experiments.report.markup import markdown as table
 from bln.experiments.report.overview import chosen, kind
 from bln.experiments.report.statistics import mean_interval, number, paired_interval
 from bln.experiments.report.style import look
@@ -29,21 +30,16 @@ RESULTS = ROOT / "docs" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PAIRS = ("TT", "FT", "FF", "TF")
 NET = "bn"
-"""The net of the shift study that its tables are about: the one that most readers have."""
+"""The net that the tables of the shift study show: the one most readers have."""
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
-    """Return the page with its tables made anew."""
+    """Return a page with its tables replaced by those of the results."""
     return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]](results)}\n\n{place[3]}", text)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
-
-
 def recorded(name: str, results: Path) -> str:
-    """Return what a benchmark wrote, as it is."""
+    """Return the table of a benchmark unchanged."""
     with (results / "benchmarks" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         head, *rows = csv.reader(file)
     return table(head, rows)
@@ -53,50 +49,50 @@ def recorded(name: str, results: Path) -> str:
 
 
 def _sizes(task: str, results: Path) -> list[sizes.Results]:
-    return [each for each in sizes.read(results / runs_table.NAME) if each.task == task]
+    return [net for net in sizes.read(results / runs_table.NAME) if net.task == task]
 
 
 def _digits(results: Path) -> sizes.Results:
-    (found,) = _sizes("digits-resnet", results)
-    return found
+    (net,) = _sizes("digits-resnet", results)
+    return net
 
 
 def box(results: Path) -> str:
-    """Return the three lines of the first screen."""
-    found = _digits(results)
-    return table(["", ""], [["**Gain**", _gain(found)], ["**Cost**", _cost(results)], ["**Not for**", _not_for(found)]])
+    """Return the box of the README's first screen: gain, cost, and when not to use BLN."""
+    net = _digits(results)
+    return table(["", ""], [["**Gain**", _gain(net)], ["**Cost**", _cost(results)], ["**Not for**", _not_for(net)]])
 
 
-def _gain(found: sizes.Results) -> str:
+def _gain(net: sizes.Results) -> str:
     """Return how far BLN and others are behind the best of them, each at its worst batch size."""
-    norms = [norm for norm in (sizes.OURS, "bn", "gn") if norm in found.norms]
-    means = {norm: [100 * found.estimate(norm, size).mean for size in found.sizes] for norm in norms}
+    norms = [norm for norm in (sizes.OURS, "bn", "gn") if norm in net.norms]
+    means = {norm: [100 * net.estimate(norm, size).mean for size in net.sizes] for norm in norms}
     best = [max(column) for column in zip(*means.values(), strict=True)]
     behind = {norm: max(top - mean for top, mean in zip(best, means[norm], strict=True)) for norm in norms}
     ours, *others = (number(points, digits=1) for points in behind.values())
     rivals = ", ".join(f"{sizes.name(norm)} {points}" for norm, points in zip(norms[1:], others, strict=True))
-    stands = sizes.standings(found)
-    claim = "**No batch size to avoid.** " if all(each.verdict in ("ahead", "level") for each in stands) else ""
+    stands = sizes.standings(net)
+    claim = "**No batch size to avoid.** " if all(stand.verdict in ("ahead", "level") for stand in stands) else ""
     return (
-        f"{claim}At batch {_listed(found.sizes)} BLN is at most **{ours}** points of accuracy behind the best norm; "
+        f"{claim}At batch {listed(net.sizes)} BLN is at most **{ours}** points of accuracy behind the best norm; "
         f"{rivals}. {_stands(stands)}"
     )
 
 
 def _stands(stands: Sequence[sizes.Standing]) -> str:
-    """Return one sentence: how BLN stands against the best other norm at each batch size."""
+    """Return a sentence on how BLN compares with the best other norm at each batch size."""
     words = {"ahead": "ahead", "level": "level", "behind": "behind", "undecided": "too close to call"}
-    at = {kind: [each.size for each in stands if each.verdict == kind] for kind in words}
+    batch_sizes = {verdict: [stand.size for stand in stands if stand.verdict == verdict] for verdict in words}
     parts = [
-        f"{words[kind]} at {'every batch size' if len(own) == len(stands) else f'batch {_listed(own)}'}"
-        for kind, own in at.items()
-        if own
+        f"{words[verdict]} at {'every batch size' if len(at) == len(stands) else f'batch {listed(at)}'}"
+        for verdict, at in batch_sizes.items()
+        if at
     ]
-    return f"Against the best other norm it is {_listed(parts)}."
+    return f"Against the best other norm it is {listed(parts)}."
 
 
 def _cost(results: Path) -> str:
-    """Return the time of an eager training step over that with BatchNorm."""
+    """Return the time of an eager training step as a multiple of that with BatchNorm."""
     steps = [step for at, step in gpu_steps(results).items() if at[1:] == (*MAIN, "eager")]
 
     def takes(norm: str) -> str:
@@ -115,15 +111,10 @@ def _cost(results: Path) -> str:
     )
 
 
-def _not_for(found: sizes.Results) -> str:
-    size = found.sizes[-1]
-    gain = "little" if paired_interval(found.differences(size, "bn")).low > 0 else "no"
+def _not_for(net: sizes.Results) -> str:
+    size = net.sizes[-1]
+    gain = "little" if paired_interval(net.differences(size, "bn")).low > 0 else "no"
     return f"Large batches of one size: {gain} gain over BatchNorm is shown at batch {size}. Causal sequences."
-
-
-def _listed(words: Sequence[object]) -> str:
-    *firsts, last = map(str, words) if words else [""]
-    return f"{', '.join(firsts)} and {last}" if firsts else last
 
 
 def _range(values: Sequence[float]) -> str:
@@ -131,61 +122,60 @@ def _range(values: Sequence[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def by_size(found: sizes.Results) -> str:
+def by_size(net: sizes.Results) -> str:
     """Return the accuracy by norm and batch size; bold is the highest mean of a column."""
-    columns = {size: {norm: found.estimate(norm, size) for norm in found.norms} for size in found.sizes}
+    columns = [{norm: net.estimate(norm, size) for norm in net.norms} for size in net.sizes]
     rows = []
-    for norm in found.norms:
+    for norm in net.norms:
         cells = []
-        for each in columns.values():
-            best = max(each.values(), key=lambda one: one.mean if one.n else -math.inf)
-            text = each[norm].plus_minus() if each[norm].n else ""
-            cells.append(f"**{text}**" if each[norm] is best and text else text)
+        for column in columns:
+            best = max(column.values(), key=lambda estimate: estimate.mean if estimate.n else -math.inf)
+            text = column[norm].plus_minus() if column[norm].n else ""
+            cells.append(f"**{text}**" if column[norm] is best and text else text)
         rows.append([sizes.name(norm), *cells])
-    return table(["test accuracy", *(f"batch {size}" for size in found.sizes)], rows)
+    return table(["test accuracy", *(f"batch {size}" for size in net.sizes)], rows)
 
 
-def standings(found: sizes.Results) -> str:
-    """Return how BLN stands against the best other norm at each batch size."""
+def standings(net: sizes.Results) -> str:
+    """Return the comparison of BLN with the best other norm at each batch size."""
     rows = [
         [
-            str(each.size),
-            sizes.name(each.rival),
-            each.difference.times(100).text(signed=True, digits=1),
-            str(each.difference.n),
-            each.verdict + (f"; {each.needed()}" if each.verdict == "undecided" else ""),
+            str(stand.size),
+            sizes.name(stand.rival),
+            stand.difference.times(100).text(signed=True, digits=1),
+            str(stand.difference.n),
+            stand.verdict + (f"; {stand.needed()}" if stand.verdict == "undecided" else ""),
         ]
-        for each in sizes.standings(found)
+        for stand in sizes.standings(net)
     ]
-    return table(["batch", "best other norm", "difference, points", "seeds", f"{sizes.name(found.ours)} is"], rows)
+    return table(["batch", "best other norm", "difference, points", "seeds", f"{sizes.name(net.ours)} is"], rows)
 
 
 def resnet(results: Path) -> str:
-    """Return the residual net: ResNet-20 where it has been run, else the small net of the paper's protocol."""
-    if known := _sizes("resnet20", results):
-        return "\n\n".join(part for found in known for part in (by_size(found), standings(found)))
+    """Return the accuracies of ResNet-20, or where it has not been run of the small net of the paper's protocol."""
+    if nets := _sizes("resnet20", results):
+        return "\n\n".join(part for net in nets for part in (by_size(net), standings(net)))
     summary = _summary(results)
     settings = summary.settings("resnet")
     norms = summary.order(norm for setting in settings for norm in summary.norms(setting))
 
     def cell(setting: Any, norm: str) -> str:
-        found = mean_interval([TEST_ACCURACY.of(run) for run in summary.select(setting, norm)])
-        return found.plus_minus() if found.n else ""
+        estimate = mean_interval([TEST_ACCURACY.of(run) for run in summary.select(setting, norm)])
+        return estimate.plus_minus() if estimate.n else ""
 
     rows = [[sizes.name(norm), *(cell(setting, norm) for setting in settings)] for norm in norms]
     return table(["test accuracy", *(f"batch {setting.batch_size}" for setting in settings)], rows)
 
 
 def transformer_verdict(results: Path) -> str:
-    """Return whether BLN helps in a transformer, and how this was run."""
+    """Say whether BLN helps in a transformer, and how it was run."""
     parts = []
-    for found in _sizes("transformer", results):
-        parts += [f"**{sizes.advice(found)}**", sizes.recipe(found)]
-        every = [(norm, size) for norm in found.recipe.norms for size in found.recipe.batch_sizes]
-        known = [each for each in every if found.chosen(*each)]
-        if len(known) < len(every):
+    for net in _sizes("transformer", results):
+        parts += [f"**{sizes.advice(net)}**", sizes.recipe(net)]
+        cells = [bool(net.chosen(norm, size)) for norm in net.recipe.norms for size in net.recipe.batch_sizes]
+        if not all(cells):
             parts.append(
-                f"This is from {len(known)} of {len(every)} norms and batch sizes. The others have not been run here "
+                f"This is from {sum(cells)} of {len(cells)} norms and batch sizes. The others have not been run here "
                 "yet; the command above makes them."
             )
     return "\n\n".join(parts) or "It has not been run here yet."
@@ -195,32 +185,30 @@ def transformer_verdict(results: Path) -> str:
 
 
 def grid(results: Path) -> str:
-    """Return what each norm reached in each setting of the paper's experiments, ours beside the authors'."""
+    """Return loss and accuracies of each norm in each setting of the paper's experiments, with the authors'."""
     summary, rows = _summary(results), []
     for task in ("cnn", "rnn"):
         for setting in summary.settings(task):
             for norm in summary.norms(setting):
                 runs = summary.select(setting, norm)
-                known = next(iter(authors().select(setting, norm)), None)
+                logged = next(iter(authors().select(setting, norm)), None)
                 train, test = (
                     mean_interval([measure.of(run) for run in runs]).plus_minus()
                     for measure in (TRAIN_ACCURACY, TEST_ACCURACY)
                 )
                 loss = mean_interval([run.train_loss[-1] for run in runs]).plus_minus()
                 net = f"{kind(task)}, {100 * setting.fraction:g} %, batch {setting.batch_size}, `{setting.protocol}`"
-                printed = (
-                    number(known.train_accuracy[-1]) if known and known.train_accuracy else "",
-                    number(known.test.accuracy) if known and known.test else "",
-                )
-                rows.append([net, look(norm).name, str(len(runs)), loss, train, printed[0], test, printed[1]])
+                their_train = number(logged.train_accuracy[-1]) if logged and logged.train_accuracy else ""
+                their_test = number(logged.test.accuracy) if logged and logged.test else ""
+                rows.append([net, look(norm).name, str(len(runs)), loss, train, their_train, test, their_test])
     head = ["setting", "norm", "seeds", "train loss", "train accuracy", "authors'", "test accuracy", "authors'"]
     return table(head, rows)
 
 
 def undecided(results: Path) -> str:
-    """Return the parts of the claims that are open under the paper's protocol, their effects and what would decide."""
+    """Return the undecided parts of the claims under the paper's protocol, with effects and what would decide."""
     parts = [part for part in judge(_summary(results)) if part.verdict is Verdict.UNDECIDED]
-    rows = [[f"{part.claim}. {part.row}", part.column, part.figure, part.note] for part in parts]
+    rows = [[f"{part.claim}. {part.row}", part.column, part.effect, part.note] for part in parts]
     return table(["part", "figure", "effect", "what would decide"], rows)
 
 
@@ -229,7 +217,7 @@ def _summary(results: Path) -> Summary:
 
 
 def claims(results: Path) -> str:
-    """Return a line for each protocol: how many parts of the paper's claims came out, and how."""
+    """Return a line for each protocol that counts the parts of the paper's claims by verdict."""
     summary = _summary(results)
     return "\n".join(
         f"- **{PROTOCOLS[protocol]}** (`{protocol}`): {outcome(judge(summary, protocol))}"
@@ -238,15 +226,13 @@ def claims(results: Path) -> str:
 
 
 def verdicts(results: Path) -> str:
-    """Return the verdict on each of the paper's claims under each protocol, with those on its parts."""
+    """Return the verdict on each of the paper's claims and on its parts, under each protocol."""
     summary = _summary(results)
     protocols = summary.protocols("cnn", "rnn")
     parts = {protocol: judge(summary, protocol) for protocol in protocols}
 
-    def cell(own: Sequence[Part]) -> str:
-        counts = Counter(part.verdict for part in own)
-        words = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
-        return f"**{overall(own)}**: {words}"
+    def cell(parts_of_claim: Sequence[ClaimPart]) -> str:
+        return f"**{overall(parts_of_claim)}**: {tally(parts_of_claim)}"
 
     rows = [
         [f"{claim}. {text}", *(cell([part for part in parts[name] if part.claim == claim]) for name in protocols)]
@@ -265,12 +251,12 @@ def gallery(results: Path) -> str:
 
 
 def _scores(run: Run) -> dict[str, Score]:
-    """Return the 16 scores on the test set where the protocol looks at it, and else on validation data."""
+    """Return the scores of the 16 configurations on the test set, or on validation data where not all are tested."""
     return run.test_configurations or run.validation_configurations
 
 
 def configurations(results: Path) -> str:
-    """Return the accuracy of the configurations on batches composed as in training, setting by setting."""
+    """Return accuracies of configurations on mini-batches composed as in training, setting by setting."""
     summary = _summary(results)
     rows = []
     for setting in (setting for task in ("cnn", "rnn", "resnet") for setting in summary.settings(task)):
@@ -286,12 +272,12 @@ def configurations(results: Path) -> str:
     return table([*head, "first two", "last two"], rows)
 
 
-def _spread(means: Mapping[str, float], kept: slice) -> float:
-    """Return how far apart mean accuracies are, at most, where these letters stay and the others change."""
+def _spread(means: Mapping[str, float], fixed: slice) -> float:
+    """Return the largest range of mean accuracies over configurations that share these letters."""
     groups: dict[str, list[float]] = {}
     for name, accuracy in means.items():
         if not math.isnan(accuracy):
-            groups.setdefault(name[kept], []).append(accuracy)
+            groups.setdefault(name[fixed], []).append(accuracy)
     return max((max(group) - min(group) for group in groups.values()), default=math.nan)
 
 
@@ -308,32 +294,31 @@ def _search(results: Path) -> dict[str, Mapping[str, Any]]:
 
 def arrivals(results: Path) -> str:
     """Return the accuracy of the same samples in other batches."""
-    found = {f"{pair}FF": _search(results)[f"{pair}FF"] for pair in PAIRS}
-    rows = [[f"`{name}`", *(number(row[f"{how}accuracy"]) for how in ARRIVALS)] for name, row in found.items()]
+    search = _search(results)
+    rows = [[f"`{pair}FF`", *(number(search[f"{pair}FF"][f"{how}accuracy"]) for how in ARRIVALS)] for pair in PAIRS]
     return table(["configuration", *ARRIVALS.values()], rows)
 
 
 def calibration(results: Path) -> str:
-    """Return what recomputed population statistics change."""
-    found = {f"{pair}FF": _search(results)[f"{pair}FF"] for pair in PAIRS}
-    losses = {name: (row["uncalibrated_loss"], row["loss"]) for name, row in found.items()}
-    rows = [
-        [f"`{name}`", number(before), number(after), number(after - before, signed=True)]
-        for name, (before, after) in losses.items()
-    ]
+    """Return losses before and after population statistics are recomputed."""
+    rows = []
+    for name, row in ((f"{pair}FF", _search(results)[f"{pair}FF"]) for pair in PAIRS):
+        before, after = row["uncalibrated_loss"], row["loss"]
+        rows.append([f"`{name}`", number(before), number(after), number(after - before, signed=True)])
     return table(["configuration", "loss as trained", "loss after `bln.calibrate`", "change"], rows)
 
 
 # ---- steps of whole nets, and kernels, on a GPU
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table by the names of its columns."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def _ratios(path: Path, column: str) -> list[float]:
-    return [float(row[column]) for row in _rows(path) if row[column]]
+    return [float(row[column]) for row in read_csv(path) if row[column]]
 
 
 MAIN = ("bfloat16", "last")
@@ -354,23 +339,23 @@ Steps = dict[tuple[str, ...], dict[str, dict[str, str]]]
 def gpu_steps(results: Path = RESULTS) -> Steps:
     """Return the rows of ResNet-50 on a GPU by batch, type, layout and mode, then by norm; none if not measured.
 
-    They are what ``benchmarks/model.py --out`` wrote. ``resnet50_gpu.txt`` beside them says on what and when.
+    ``benchmarks/model.py --out`` writes them. ``resnet50_gpu.txt`` beside them names machine and date.
     """
-    path, found = results / "benchmarks" / "resnet50_gpu.csv", Steps()
-    for row in _rows(path) if path.exists() else []:
-        setting = found.setdefault((row["batch"], row["type"], row["layout"], row["mode"]), {})
+    path, steps = results / "benchmarks" / "resnet50_gpu.csv", Steps()
+    for row in read_csv(path) if path.exists() else []:
+        setting = steps.setdefault((row["batch"], row["type"], row["layout"], row["mode"]), {})
         if row["ratio"]:
             setting[row["norm"]] = row
-    return dict(sorted(found.items(), key=lambda item: item[0][1:3] != MAIN))
+    return dict(sorted(steps.items(), key=lambda item: item[0][1:3] != MAIN))
 
 
 def step_norms(steps: Steps) -> list[str]:
-    """Return the norms that were measured, in one order."""
+    """Return the norms that were measured, in the order of all tables."""
     return [norm for norm in STEP_NAMES if any(norm in step for step in steps.values())]
 
 
 def resnet50(results: Path) -> str:
-    """Return chart and table of a training step of ResNet-50 on a GPU."""
+    """Return chart and table of the time of a training step of ResNet-50 on a GPU."""
     if not (steps := gpu_steps(results)):
         return "A step of ResNet-50 on a GPU is not measured yet."
     origin, norms = results / "benchmarks" / "resnet50_gpu.txt", step_norms(steps)
@@ -390,12 +375,12 @@ def resnet50(results: Path) -> str:
         "normalization. Empty cells were not measured."
     )
     legend = " ".join([legend, *(text for mode, text in MODES_EXPLAINED.items() if any(at[3] == mode for at in steps))])
-    made = [origin.read_text(encoding="utf-8").strip()] if origin.exists() else []
-    return "\n\n".join([chart, table(head, rows), *made, legend])
+    machine = [origin.read_text(encoding="utf-8").strip()] if origin.exists() else []
+    return "\n\n".join([chart, table(head, rows), *machine, legend])
 
 
 def resnet50_memory(results: Path) -> str:
-    """Return the peak of memory of an eager training step of ResNet-50 on a GPU."""
+    """Return the peak memory of an eager training step of ResNet-50 on a GPU."""
     steps = {at: step for at, step in gpu_steps(results).items() if at[3] == "eager"}
     if not steps:
         return "The peak of a whole net on a GPU is not measured yet."
@@ -412,19 +397,13 @@ def _setting(at: tuple[str, ...]) -> list[str]:
     return [batch, dtype, LAYOUTS.get(layout, layout)]
 
 
-def kernels(direction: str, unit: str, more: Sequence[str], results: Path) -> str:
-    """Return forward or backward of single layers, as ratios to a copy or an addition."""
-    names = [f"{name} {direction}" for name in ("BLN", "pooled", "sweeps", "BN", "LN", "compiled")] + [*more]
-    head = [
-        "shape",
-        "layout",
-        "type",
-        unit.replace("us", "µs"),
-        *(name.removesuffix(f" {direction}") for name in names),
-    ]
-    rows = _rows(results / "layer.csv")
-    about = ("shape", "layout", "type", unit)
-    return table(head, [[row[name].removeprefix("features ") for name in (*about, *names)] for row in rows])
+def kernels(direction: str, unit: str, last: str, results: Path) -> str:
+    """Return the times of single layers, forward or backward, as ratios to that of a copy or an addition."""
+    columns = ["shape", "layout", "type", unit]
+    columns += [f"{name} {direction}" for name in ("BLN", "pooled", "sweeps", "BN", "LN", "compiled")] + [last]
+    head = [column.removesuffix(f" {direction}").replace("us", "µs") for column in columns]
+    rows = read_csv(results / "layer.csv")
+    return table(head, [[row[column].removeprefix("features ") for column in columns] for row in rows])
 
 
 # ---- when the data changes
@@ -434,9 +413,9 @@ def _shift(results: Path) -> shift.Results:
     return shift.read(results / runs_table.NAME)
 
 
-def shifted(maker: Callable[..., shift.Table], *more: Any, results: Path) -> str:
+def shifted(make: Callable[..., shift.Table], *arguments: Any, results: Path) -> str:
     """Return a table of the shift study."""
-    return shift.markdown(*maker(_shift(results), *more))
+    return table(*make(_shift(results), *arguments))
 
 
 def _choices(results: Path) -> list[Mapping[str, Any]]:
@@ -449,18 +428,18 @@ def shift_chosen(results: Path) -> str:
 
 
 def shift_gains(results: Path) -> str:
-    """Return what each prior gains at each request size, and what is chosen on validation corruptions."""
-    found, names = _shift(results), ("64", "16", "4")
+    """Return the gain of each prior at each request size, and the one chosen on validation corruptions."""
+    answers, names = _shift(results), ("64", "16", "4")
     rows = [
-        [str(size), shift.NAMES[found.chosen(NET, size)]]
+        [str(size), shift.NAMES[answers.best_on_validation(NET, size)]]
         + [
-            found.gain(NET, name, size, where).text(signed=True).replace("0.", ".")
+            answers.gain(NET, name, size, where).text(signed=True).replace("0.", ".")
             for name in names
-            for where in (shift.SHIFTED, shift.CLEAN)
+            for where in (shift.CORRUPTED, shift.CLEAN)
         ]
-        for size in found.sizes
+        for size in answers.sizes
     ]
-    head = ["request", "chosen"] + [f"k = {name}, {what}" for name in names for what in ("corrupted", "clean")]
+    head = ["request", "chosen"] + [f"k = {name}, {images}" for name in names for images in ("corrupted", "clean")]
     return table(head, rows)
 
 
@@ -482,8 +461,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "configurations": configurations,
     "arrivals": arrivals,
     "calibration": calibration,
-    "kernels_forward": partial(kernels, "forward", "copy us", ["inference"]),
-    "kernels_backward": partial(kernels, "backward", "add us", ["host / BN"]),
+    "kernels_forward": partial(kernels, "forward", "copy us", "inference"),
+    "kernels_backward": partial(kernels, "backward", "add us", "host / BN"),
     "shift_bn": lambda results: shifted(shift.by_request, "bn", results=results),
     "shift_bln": lambda results: shifted(shift.by_request, "bln-grouped", results=results),
     "shift_gains": shift_gains,
@@ -491,7 +470,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "shift_sorted": lambda results: shifted(shift.when_sorted, NET, results=results),
     "shift_norms": lambda results: shifted(shift.by_norm, results=results),
     "shift_chosen": shift_chosen,
-    "shift_signs": lambda results: shift.markdown(*shift.told_apart(_choices(results))),
+    "shift_signs": lambda results: table(*shift.told_apart(_choices(results))),
     **{path.stem: partial(recorded, path.stem) for path in sorted((RESULTS / "benchmarks").glob("*.csv"))},
     "resnet50_gpu": resnet50,
     "resnet50_gpu_memory": resnet50_memory,
@@ -506,6 +485,6 @@ def pages() -> list[Path]:
 if __name__ == "__main__":
     for path in pages():
         text = path.read_text(encoding="utf-8")
-        if (made := fill(text)) != text:
-            path.write_text(made, encoding="utf-8")
+        if (filled := fill(text)) != text:
+            path.write_text(filled, encoding="utf-8")
             print(f"rewritten: {path.relative_to(ROOT)}")

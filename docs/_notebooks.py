@@ -1,6 +1,6 @@
-"""Write examples as notebooks, from their programs: ``python docs/_notebooks.py``, or ``make tables``.
+"""Write the examples as notebooks: ``python docs/_notebooks.py``, or ``make tables``.
 
-The docstring becomes text; imports and constants, each function, and each paragraph of ``main`` become cells. A test
+The docstring becomes text. Imports and constants, each function, and each paragraph of ``main`` become cells. A test
 compares the notebooks with the programs.
 """
 
@@ -32,32 +32,33 @@ def notebook(source: str) -> str:
 
 
 def _code(source: str) -> Iterator[str]:
+    """Yield the cells of code."""
     body = ast.parse(source).body
     lines = source.splitlines()
     first = next(at for at, node in enumerate(body) if not isinstance(node, ast.Expr)) + 1  # after __future__
     starts = [_start(node) for node in body[first:]]
-    loose: list[str] = []
+    statements: list[str] = []  # outside of functions
     for node, (begin, end) in zip(body[first:], pairwise([*starts, len(lines)]), strict=True):
         text = "\n".join(lines[begin:end]).rstrip()
         if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If):
-            loose.append("\n".join(lines[begin:end]))
+            statements.append("\n".join(lines[begin:end]))
             continue
-        if loose:
-            yield "\n".join(loose).strip()
-            loose = []
+        if statements:
+            yield "\n".join(statements).strip()
+            statements = []
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             yield from _main(node, source)
-        elif not isinstance(node, ast.If):  # that calls main
+        elif not isinstance(node, ast.If):  # the one that calls main
             yield text
 
 
 def _start(node: ast.stmt) -> int:
-    """Return where a statement begins, with its decorators."""
-    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
+    """Return the first line of a statement, its decorators included."""
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))]) - 1
 
 
 def _main(node: ast.FunctionDef, source: str) -> Iterator[str]:
-    """Return the paragraphs of ``main``, after the values of its arguments."""
+    """Yield the values of the arguments of ``main``, then its paragraphs."""
     for argument, value in zip(node.args.args, node.args.defaults, strict=True):
         yield f"{argument.arg} = {ast.get_source_segment(source, value)}"
     text = textwrap.dedent("\n".join(source.splitlines()[node.body[0].lineno - 1 : node.end_lineno]))
@@ -66,5 +67,5 @@ def _main(node: ast.FunctionDef, source: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     for name in NAMES:
-        made = notebook((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))
-        (EXAMPLES / f"{name}.ipynb").write_text(made, encoding="utf-8")
+        text = notebook((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))
+        (EXAMPLES / f"{name}.ipynb").write_text(text, encoding="utf-8")

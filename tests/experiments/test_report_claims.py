@@ -32,7 +32,7 @@ def test_nothing_run_is_undecided_everywhere():
     parts = judge(read(summary([])))
     assert {part.verdict for part in parts} == {OPEN}
     assert {part.note for part in parts} == {"not run"}
-    assert not any(part.figure for part in parts)
+    assert not any(part.effect for part in parts)
 
 
 def test_another_protocols_runs_do_not_count(rng):
@@ -100,7 +100,7 @@ def test_a_diverged_rival_loses_and_counts_as_chance(rng):
     assert {part.verdict for part in found.values()} == {YES}
     assert found["CNN, batch 1: BLN better than BN", "test loss"].note == "a run diverged"
     assert found["CNN, batch 1: BN fails", "test accuracy"].note == "4 of 4 diverged"
-    assert found["batch 1: BN reaches 0.09", "train accuracy, last epoch"].figure == "0.100 [0.100, 0.100]"
+    assert found["batch 1: BN reaches 0.09", "train accuracy, last epoch"].effect == "0.100 [0.100, 0.100]"
 
 
 def test_a_diverged_bln_refutes(rng):
@@ -137,7 +137,7 @@ def test_one_epoch_above_refutes_lower_at_each_epoch(rng):
             one["curves"]["train_loss"][2] += 1
     part = verdicts(runs)["CNN, batch 25: BLN better than BN", "training loss, each epoch"]
     assert part.verdict is NO
-    assert part.figure.startswith("lower in 4 of 5, at worst +")
+    assert part.effect.startswith("lower in 4 of 5, at worst +")
 
 
 def test_seeds_are_paired(rng):
@@ -159,12 +159,12 @@ def test_configurations_are_chosen_on_validation_and_compared_on_test(rng):
     """Validation prefers another one in each setting, but the test set prefers the first's in both."""
     runs = world(rng)
     key = ("depends on data size: CNN, batch 25, 20 % or all data", "configurations")
-    assert verdicts(runs)[key].figure.split(":")[0] == "TTFF / FTFF"
+    assert verdicts(runs)[key].effect.split(":")[0] == "TTFF / FTFF"
     for one in runs:
         if (one["task"], one["norm"], one["fraction"]) == ("cnn", "bln", 1.0):
             test = one["configurations"]["test"]
             test["TTFF"], test["FTFF"] = test["FTFF"], test["TTFF"]
-    assert verdicts(runs)[key].figure.split(":")[0] == "TTFF / FTFF"
+    assert verdicts(runs)[key].effect.split(":")[0] == "TTFF / FTFF"
     assert verdicts(runs)[key].verdict is NO
 
 
@@ -189,7 +189,7 @@ def test_what_is_undecided_says_how_many_seeds_would_decide(rng):
     near = [run(rng, "cnn", norm, level=0.0, seed=seed) for norm in ("bln", "bn", "ln") for seed in range(4)]
     for one in near:
         one["test"]["accuracy"] = 0.6 + 0.02 * rng.normal()
-    parts = [part for part in judge(read(summary(near))) if part.verdict is Verdict.UNDECIDED and part.figure]
+    parts = [part for part in judge(read(summary(near))) if part.verdict is Verdict.UNDECIDED and part.effect]
     assert len(parts) > 4
     for part in parts:
         assert re.search(r"(about \d+|more than 1,000) (seeds|runs) would", part.note), part
@@ -205,6 +205,6 @@ def test_what_is_undecided_says_what_would_decide_and_how_large_the_effect_is(rn
         assert len(undecided) > 3
         for part in undecided:
             assert re.search(expected, part.note), part
-            assert re.search(r"\d", part.figure), part
-            if seeds > 1 and " / " not in part.figure:
-                assert "[" in part.figure, part
+            assert re.search(r"\d", part.effect), part
+            if seeds > 1 and " / " not in part.effect:
+                assert "[" in part.effect, part

@@ -9,7 +9,7 @@ import pytest
 
 from bln.cli import main
 from bln.experiments.report import sizes
-from bln.experiments.report.markup import together
+from bln.experiments.report.markup import unbroken
 from bln.experiments.report.statistics import seeds_to_decide
 from report_runs import by_size
 
@@ -108,7 +108,7 @@ def test_the_page_begins_and_the_terminal_ends_with_what_the_runs_say(tmp_path, 
     said = " ".join(capsys.readouterr().out.split())
     sentence, clauses = sizes.conclusion(results)
     for text in (sentence, *clauses):
-        assert page.index(together(text)) < page.index("<svg")
+        assert page.index(unbroken(text)) < page.index("<svg")
         assert said.index(text) > said.index("Mean over seeds")
     for explained in ("BatchNorm</b> normalizes", "E_B and Std_B, mean and deviation over the batch"):
         assert explained in page

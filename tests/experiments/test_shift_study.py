@@ -138,7 +138,7 @@ def test_a_study_that_was_killed_goes_on_and_ends_the_same(cifar, tmp_path, monk
 
 def test_training_that_was_killed_ends_with_the_same_weights(cifar, tmp_path, monkeypatch):
     net, _ = study.train(NETS[0], tmp_path / "whole", tmp_path)
-    monkeypatch.setattr(training, "_KEEP", 0.0)
+    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
 
     def killed(done):
         if done > 0.5:
@@ -192,14 +192,14 @@ def test_the_report_averages_what_the_results_say(asked, tmp_path):
     results = report.read(asked / table.NAME)
     lines = [
         line
-        for line in results.lines
+        for line in results.answers
         if (line["norm"], line["part"], line["arrangement"]) == ("bn", "test", "shuffled") and line["severity"]
     ]
     expected = sum(line["accuracy"]["16"][1] for line in lines) / len(lines)
     assert results.accuracy("bn", "16", 4).mean == pytest.approx(expected)
     assert results.accuracy("bn", "T", 4).mean == results.accuracy("bn", "T", 1).mean
     best = max(CONFIGURATIONS, key=lambda name: results.accuracy("bn", name, 4, report.VALIDATION).mean)
-    assert results.accuracy("bn", results.chosen("bn", 4), 4, report.VALIDATION).mean == pytest.approx(
+    assert results.accuracy("bn", results.best_on_validation("bn", 4), 4, report.VALIDATION).mean == pytest.approx(
         results.accuracy("bn", best, 4, report.VALIDATION).mean
     )
     path = report.write(results, tmp_path / "report")

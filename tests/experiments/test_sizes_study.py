@@ -98,7 +98,7 @@ def test_work_that_is_likely_to_end_too_late_is_not_begun():
 
 
 def test_cut_off_by_time_it_goes_on_from_the_last_whole_epoch(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "_KEEP", 0.0)
+    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
     cells = [replace(CELL, epochs=3), replace(CELL, norm="bn", epochs=3)]
     whole = table.read(study.study(cells, tmp_path / "whole", Path(), device=CPU))
     epochs = []

@@ -82,7 +82,7 @@ def test_runs_of_one_net_end_as_each_alone(norm):
 
 
 def test_resumed_it_ends_with_the_same_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "_KEEP", 0.0)
+    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
     whole = finish(Training([TINY], Path(), CPU).run())
     work = Training([TINY], Path(), CPU).run(tmp_path / "checkpoint.pt")
     steps = TINY.steps // TINY.epochs

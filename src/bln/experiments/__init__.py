@@ -1,1 +1,1 @@
-"""The paper's experiments: data, models, protocol, training, report; the `bln` command drives them."""
+"""The paper's experiments, two further studies and their reports; the command `bln` runs them."""

@@ -1,6 +1,6 @@
 """The data sets: CIFAR-10 and IMDB from their publishers' files, digits from scikit-learn.
 
-Nothing here is shuffled, and nothing is loaded that could run code.
+Samples keep their published order. No file is read in a format that could run code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PathLike = str | os.PathLike[str]
 
 
 class DataError(ValueError):
-    """A data set that is not there, or not what its publisher made."""
+    """A data set that is missing, or differs from the published one."""
 
 
 class DataSet(NamedTuple):
@@ -58,15 +58,16 @@ _CIFAR10 = {
 }
 """The md5 of each file; the last one is the test set."""
 _REVIEWS, _WORDS = 12_500, 88_584
-"""Reviews in each of the four folders, and different words in the training reviews, as in Keras's word index."""
+"""The reviews in each of the four folders, and the different words of the training reviews, as in Keras's index."""
 
 TOP = {"cifar10": "cifar-10-batches-bin", "imdb": "aclImdb"}
-"""The folder of a data set in its publisher's archive."""
-_SIGN = {"cifar10": "data_batch_1.bin", "imdb": "train/pos"}
+"""The top folder of each publisher's archive."""
+_MARKER = {"cifar10": "data_batch_1.bin", "imdb": "train/pos"}
+"""A path by which this folder is recognized."""
 
 
 def cifar10(folder: PathLike) -> DataSet:
-    """CIFAR-10 from the publisher's binary version, each file checked by its md5: images ``(N, 3, 32, 32)`` in uint8.
+    """Read CIFAR-10, images ``(N, 3, 32, 32)`` in uint8, from the publisher's binary files, checked by their md5.
 
     Args:
         folder: Holds ``cifar-10-batches-bin``, or is that folder.
@@ -83,12 +84,12 @@ def cifar10(folder: PathLike) -> DataSet:
 
 
 def imdb(folder: PathLike, *, words: int = 20_000, length: int = 80) -> DataSet:
-    """IMDB reviews as Keras numbers and cuts them: ``load_data(num_words=words)``, ``pad_sequences(maxlen=length)``.
+    """Read IMDB as Keras does: ``load_data(num_words=words)``, then ``pad_sequences(maxlen=length)``.
 
     Tokens are ``(N, length)`` in int64: 0 is padding, 1 the start of a review, 2 a word that is too rare, 3 is not
     used; the others are words, the most frequent first. Long reviews keep their end, short ones are padded in front.
-    Labels are 1 for praise. Reviews come sorted by folder and file name, so all positive ones first: shuffle them. The
-    tokens are kept in the folder, if that can be written.
+    Labels are 1 for positive reviews. Reviews are sorted by folder and file name, so all positive ones come first:
+    shuffle them. The tokens are cached in the folder, if that can be written.
 
     Args:
         folder: Holds ``aclImdb``, or is that folder.
@@ -102,22 +103,22 @@ def imdb(folder: PathLike, *, words: int = 20_000, length: int = 80) -> DataSet:
         raise ValueError(f"expected words > {keras_words.OFFSET} and length > 0, got words={words}, length={length}")
     place = _find("imdb", folder)
     cache = place / f"bln-imdb-{words}-{length}.pt"
-    kept = runs.read_tensors(cache, torch.device("cpu"))
-    if kept is None:
-        kept = {"tokens": _encode(place, words, length)}
+    cached = runs.read_tensors(cache, torch.device("cpu"))
+    if cached is None:
+        cached = {"tokens": _encode(place, words, length)}
         with suppress(runs.RunError):  # a folder that cannot be written
-            runs.write_tensors(cache, kept)
-    train, test = kept["tokens"].long().chunk(2)
+            runs.write_tensors(cache, cached)
+    train, test = cached["tokens"].long().chunk(2)
     labels = torch.ones(len(train), dtype=torch.int64)
     labels[len(train) // 2 :] = 0
     return DataSet(train, labels, test, labels)
 
 
 def digits(*, seed: int = 0) -> Digits:
-    """scikit-learn's 1,797 digits, which come with it: a fifth of each class to test, a fifth to validate.
+    """Return the 1,797 digits that come with scikit-learn: a fifth of each class to test, a fifth to validate.
 
     Args:
-        seed: Of the permutation of each class that splits it, by NumPy's RandomState, whose numbers never change.
+        seed: Of the permutation that splits each class, by NumPy's RandomState, whose numbers never change.
 
     >>> [len(part) for part in digits()[::2]]
     [1079, 359, 359]
@@ -126,13 +127,13 @@ def digits(*, seed: int = 0) -> Digits:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError(f"digits come with scikit-learn: {install('experiments')}") from error
-    found = load_digits()
-    images = torch.from_numpy(found.images / 16).float().unsqueeze(1)
-    labels = torch.from_numpy(found.target).long()
+    published = load_digits()
+    images = torch.from_numpy(published.images / 16).float().unsqueeze(1)
+    labels = torch.from_numpy(published.target).long()
     random = np.random.RandomState(seed)
     part = np.empty(len(labels), int)
     for label in range(10):
-        members = random.permutation(np.flatnonzero(found.target == label))
+        members = random.permutation(np.flatnonzero(published.target == label))
         fifth = round(len(members) / 5)
         part[members] = np.repeat([0, 1, 2], [len(members) - 2 * fifth, fifth, fifth])
     train, validation, test = (torch.from_numpy(part == which) for which in range(3))
@@ -140,24 +141,26 @@ def digits(*, seed: int = 0) -> Digits:
 
 
 def _cifar_file(path: Path, md5: str) -> Tensor:
-    """Return an image a row: a byte for the label, then 32 x 32 bytes for each of red, green and blue."""
+    """Return a row for each image: a byte for the label, then 32 x 32 bytes for each of red, green and blue."""
     with _reading("cifar10", path.parent):
         content = path.read_bytes()
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != md5:
-        raise DataError(f"{path} has the md5 {found}, published is {md5}; {_again('cifar10', path.parent)}")
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if digest != md5:
+        raise DataError(f"{path} has the md5 {digest}, published is {md5}; {_again('cifar10', path.parent)}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, 1 + 3 * 32 * 32)
 
 
 def _reviews(place: Path) -> list[Path]:
     """Return the reviews of train/pos, train/neg, test/pos and test/neg, each folder sorted by name."""
-    found = []
+    reviews = []
     for part in ("train/pos", "train/neg", "test/pos", "test/neg"):
-        own = sorted((place / part).glob("[!.]*.txt"))
-        if len(own) != _REVIEWS:
-            raise DataError(f"{place / part} has {len(own):,} reviews, expected {_REVIEWS:,}; {_again('imdb', place)}")
-        found += own
-    return found
+        paths = sorted((place / part).glob("[!.]*.txt"))
+        if len(paths) != _REVIEWS:
+            raise DataError(
+                f"{place / part} has {len(paths):,} reviews, expected {_REVIEWS:,}; {_again('imdb', place)}"
+            )
+        reviews += paths
+    return reviews
 
 
 def _encode(place: Path, words: int, length: int) -> Tensor:
@@ -178,11 +181,11 @@ def _encode(place: Path, words: int, length: int) -> Tensor:
 
 
 def locate(name: str, folder: PathLike) -> Path | None:
-    """Return where ``cifar10`` or ``imdb`` lies, complete or not: in ``folder``, or ``folder`` itself."""
-    given = Path(folder).expanduser()
-    if (given / TOP[name]).is_dir():
-        return given / TOP[name]
-    return given if (given / _SIGN[name]).exists() else None
+    """Return the folder of ``cifar10`` or ``imdb``, complete or not: ``folder`` or one in it; ``None`` without one."""
+    folder = Path(folder).expanduser()
+    if (folder / TOP[name]).is_dir():
+        return folder / TOP[name]
+    return folder if (folder / _MARKER[name]).exists() else None
 
 
 def check(name: str, place: Path) -> None:

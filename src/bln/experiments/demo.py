@@ -1,4 +1,4 @@
-"""``bln demo``: accuracy against batch size on data that comes with scikit-learn, in minutes on two cores."""
+"""The runs of ``bln demo``: accuracy against batch size on scikit-learn's digits, in minutes on two cores."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from .sizes import study
 NORMS = ("bn", "gn", "bln-grouped", "bln")
 BATCH_SIZES = (1, 4, 25)
 SEEDS, TRIED_ON = 8, 2
-"""Of each norm and batch size; and how many of them each learning rate is tried on, at least."""
+"""Seeds of each norm and batch size, and the fewest that each learning rate is tried on."""
 
 
 def cells(seeds: int | None = None) -> list[study.Cell]:
-    """BatchNorm, GroupNorm and both forms of BLN."""
+    """Return the cells of BatchNorm, GroupNorm and both forms of BLN."""
     seeds = SEEDS if seeds is None else seeds
     tried_on = min(max(TRIED_ON, seeds // 8), seeds)
     return study.plan(

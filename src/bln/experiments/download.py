@@ -1,7 +1,7 @@
-"""Getting the data sets from their publishers: download, verify, unpack.
+"""Download data sets from their publishers, verify and unpack them.
 
-A data set appears in its folder complete or not at all: what comes is kept aside until its hash is the published one,
-is unpacked aside, checked, and then renamed. What an interrupted download left is used by the next one.
+A data set appears in its folder complete or not at all. The archive is downloaded under another name, compared with the
+published hash, unpacked into a temporary folder, checked, and then renamed. An interrupted download is resumed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .runs import locked
 
 @dataclass(frozen=True)
 class Archive:
-    """What a publisher offers."""
+    """A publisher's archive."""
 
     url: str
     size: int
@@ -47,24 +47,24 @@ ARCHIVES = {
 }  # fmt: skip
 
 _TIMEOUT = 30.0
-"""Seconds without an answer."""
+"""Seconds to wait for an answer."""
 _WAITS = (1.0, 2.0, 4.0, 8.0)
 """Seconds before each new try."""
 _CHUNK = 2**16
 
 
 def get(name: str, folder: PathLike, *, url: str | None = None) -> Path:
-    """Put a data set into ``folder``, unless it is there, and return where it is.
+    """Put a data set into ``folder``, unless it is there, and return its path.
 
-    An archive that lies in ``folder`` under the publisher's name is used in place of a download.
+    If the archive lies in ``folder`` under the publisher's name, nothing is downloaded.
 
     Args:
         name: ``cifar10`` or ``imdb``.
-        folder: Made if it is not there.
+        folder: Created where missing.
         url: Another address of the same archive.
 
     Raises:
-        DataError: Where the data set cannot be had; it says why, in a line.
+        DataError: If the data set cannot be downloaded or is not the published one; a line says why.
     """
     if name not in ARCHIVES:
         raise DataError(f"there is no data set {name!r} to download, expected one of: {', '.join(ARCHIVES)}")
@@ -80,13 +80,13 @@ def get(name: str, folder: PathLike, *, url: str | None = None) -> Path:
     with locked(folder / f".{top}.lock"):
         file = folder / PurePosixPath(ARCHIVES[name].url).name
         part = file.with_name(f"{file.name}.part")
-        aside = folder / f".{top}.unpacking"
+        unpacking = folder / f".{top}.unpacking"
         if not file.is_file():
             _download(ARCHIVES[name], url, part)
-        _unpack(file if file.is_file() else part, ARCHIVES[name], aside)
-        data.check(name, aside / top)
-        (aside / top).rename(folder / top)
-        aside.rmdir()
+        _unpack(file if file.is_file() else part, ARCHIVES[name], unpacking)
+        data.check(name, unpacking / top)
+        (unpacking / top).rename(folder / top)
+        unpacking.rmdir()
         part.unlink(missing_ok=True)
     _tell(f"{name} is in {folder / top}")
     return folder / top
@@ -97,7 +97,7 @@ def _tell(text: str) -> None:
 
 
 def _download(archive: Archive, url: str, part: Path) -> None:
-    """Bring ``part`` to the archive's size, from wherever it stands."""
+    """Download the archive to ``part``, or what is missing of it; try again after transient errors."""
     for wait in (*_WAITS, None):
         try:
             if _size(part) < archive.size:
@@ -118,7 +118,7 @@ def _download(archive: Archive, url: str, part: Path) -> None:
 
 
 def _fetch(archive: Archive, url: str, part: Path) -> None:
-    """Add to ``part`` what the server sends from there on. One that cannot do that sends the whole file again."""
+    """Ask the server for the rest of ``part``. One that does not support ranges sends the whole file."""
     have = _size(part)
     headers = {"Accept-Encoding": "identity", "User-Agent": "batch-layer-norm", "Range": f"bytes={have}-"}
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT) as response:
@@ -134,7 +134,7 @@ def _fetch(archive: Archive, url: str, part: Path) -> None:
 
 
 class _Chunks:
-    """The next ``size`` bytes of an answer, piece by piece."""
+    """The next ``size`` bytes of a response, in chunks."""
 
     def __init__(self, response: Any, size: int) -> None:
         self._response, self._size = response, size
@@ -153,12 +153,12 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _unpack(file: Path, archive: Archive, aside: Path) -> None:
-    """Write the files of an archive, which is the published one to the bit, below ``aside``."""
+def _unpack(file: Path, archive: Archive, folder: Path) -> None:
+    """Check the archive's hash, and unpack it into ``folder``."""
     with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != archive.sha256:
-        raise DataError(f"{file} has the sha256 {found}, published is {archive.sha256}; remove it and run it again")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != archive.sha256:
+        raise DataError(f"{file} has the sha256 {digest}, published is {archive.sha256}; remove it and run it again")
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
     with tarfile.open(file) as tar:
-        tar.extractall(aside, filter="data")
+        tar.extractall(folder, filter="data")

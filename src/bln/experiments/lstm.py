@@ -1,4 +1,4 @@
-"""An LSTM with recurrent dropout, which torch's own lacks: one mask for all time steps, as Keras has it."""
+"""An LSTM with Keras's recurrent dropout, one mask for all time steps, which torch's own LSTM lacks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 
 
 class LSTM(nn.Module):
-    """An LSTM over ``(N, T, inputs)``; returns ``(N, T, units)``, or ``(N, units)`` with ``last``.
+    """An LSTM over ``(N, T, inputs)``, whose output is ``(N, T, units)``, or ``(N, units)`` with ``last``.
 
-    In training, dropout hides features of the input and of the hidden state; a mask is drawn for each sample and holds
-    for the whole sequence. Weights are Glorot uniform over the four gates together, the forget gate's bias is 1.
+    In training, dropout hides features of the input and of the hidden state. Each sample has one mask for the whole
+    sequence. Weights are Glorot uniform over the four gates together, the forget gate's bias is 1.
     """
 
     def __init__(self, inputs: int, units: int, *, dropout: float = 0.0, last: bool = False) -> None:
@@ -28,14 +28,14 @@ class LSTM(nn.Module):
             self.bias[2 * units : 3 * units] = 1  # gates stand as output, input, forget, candidate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run over the sequence."""
+        """Return the hidden state of each time step, or the last one."""
         n = x.shape[0]
         hidden_mask = x.new_ones(n, self.units)
         if self.training and self.dropout:
             x = x * _dropout_mask(x, (n, 1, x.shape[2]), self.dropout)
             hidden_mask = _dropout_mask(x, (n, self.units), self.dropout)
-        driven = torch.addmm(self.bias, x.transpose(0, 1).flatten(0, 1), self.kernel).view(-1, n, 4 * self.units)
-        states: Tensor = _Recurrence.apply(driven, self.recurrent, hidden_mask)[0][1:]  # type: ignore[no-untyped-call]
+        from_inputs = torch.addmm(self.bias, x.transpose(0, 1).flatten(0, 1), self.kernel).view(-1, n, 4 * self.units)
+        states: Tensor = _Recurrence.apply(from_inputs, self.recurrent, hidden_mask)[0][1:]  # type: ignore[no-untyped-call]
         return states[-1] if self.last else states.transpose(0, 1)
 
 
@@ -44,19 +44,20 @@ def _dropout_mask(like: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
-    """The loop over time, by hand: what does not depend on the step before is taken out and done once for all.
+    """The loop over time, with a backward that computes outside of the loop what needs no earlier step.
 
-    Returns the states, from the initial one on, and the gates and cells, which the backward needs.
+    It takes the part of the gates that comes from the inputs, ``(T, N, 4 * units)``. It returns the states from the
+    initial one on, and gates and cells for the backward.
     """
 
     @staticmethod
-    def forward(driven: Tensor, recurrent: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        steps, n, width = driven.shape
+    def forward(from_inputs: Tensor, recurrent: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        steps, n, width = from_inputs.shape
         units = width // 4
-        gates = torch.empty_like(driven)
-        cells, states = driven.new_zeros(2, steps + 1, n, units).unbind(0)
+        gates = torch.empty_like(from_inputs)
+        cells, states = from_inputs.new_zeros(2, steps + 1, n, units).unbind(0)
         for t in range(steps):
-            gate = torch.addmm(driven[t], states[t] * mask, recurrent, out=gates[t])
+            gate = torch.addmm(from_inputs[t], states[t] * mask, recurrent, out=gates[t])
             gate[:, : 3 * units].sigmoid_()
             gate[:, 3 * units :].tanh_()
             output, entering, forget, candidate = gate.chunk(4, 1)
@@ -74,15 +75,15 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Copies are more samples: they share the recurrent weights."""
+        """Fold the vmapped dimension into the samples, since all share the recurrent weights."""
         copies = info.batch_size
 
         def fold(value: Tensor, at: int | None, samples: int) -> Tensor:
             value = value.expand(copies, *value.shape).movedim(0, samples) if at is None else value.movedim(at, samples)
             return value.flatten(samples, samples + 1)
 
-        driven, mask = fold(inputs[0], in_dims[0], 1), fold(inputs[2], in_dims[2], 0)
-        results = _Recurrence.apply(driven, inputs[1], mask)  # type: ignore[no-untyped-call]
+        from_inputs, mask = fold(inputs[0], in_dims[0], 1), fold(inputs[2], in_dims[2], 0)
+        results = _Recurrence.apply(from_inputs, inputs[1], mask)  # type: ignore[no-untyped-call]
         return tuple(value.unflatten(1, (copies, -1)) for value in results), (1, 1, 1)
 
     @staticmethod
@@ -95,8 +96,8 @@ class _Recurrence(torch.autograd.Function):
         steps, units = cells.shape[0] - 1, cells.shape[2]
         output, entering, forget, candidate = gates.unflatten(2, (4, units)).unbind(2)
         active = cells[1:].tanh()
-        # Derivatives of cell and gates, for all steps together; the loop only multiplies them.
-        through = output * (1 - active * active)
+        # Derivatives for all steps together, so that the loop only multiplies.
+        d_state_by_cell = output * (1 - active * active)
         slopes = torch.stack(
             (
                 output * (1 - output) * active,
@@ -114,9 +115,9 @@ class _Recurrence(torch.autograd.Function):
             if t < steps - 1:
                 d_state = torch.addcmul(d_state, d_gates[t + 1].flatten(1) @ transposed, mask)
                 d_cell = d_cell * forget[t + 1]
-            d_cell = torch.addcmul(d_cell, d_state, through[t])
+            d_cell = torch.addcmul(d_cell, d_state, d_state_by_cell[t])
             torch.mul(slopes[t, :, 0], d_state, out=d_gates[t, :, 0])
             torch.mul(slopes[t, :, 1:], d_cell[:, None], out=d_gates[t, :, 1:])
-        d_driven = d_gates.flatten(2)
-        d_recurrent = (states[:-1] * mask).flatten(0, 1).t() @ d_driven.flatten(0, 1)
-        return d_driven, d_recurrent, None
+        d_from_inputs = d_gates.flatten(2)
+        d_recurrent = (states[:-1] * mask).flatten(0, 1).t() @ d_from_inputs.flatten(0, 1)
+        return d_from_inputs, d_recurrent, None

@@ -1,11 +1,11 @@
-"""Normalizers by name, for all experiments.
+"""The registry of normalizers, by name, for all experiments.
 
     NORMS["mine"] = lambda features, channel_dim: MyNorm(features)
 
-Each function listed here takes two more arguments. ``ordinary`` gives the layer its library's epsilon and plain
-averages as population statistics; without it, it has the values of the paper's authors. ``runs`` makes one layer for
-several runs whose features lie one after the other in ``(N, runs * features, *positions)``, and keeps them apart; their
-parameters lie likewise.
+The functions here take two more arguments. With ``ordinary`` a layer has its library's epsilon, and plain averages as
+population statistics; without it, the values of the paper's authors. ``runs`` makes one layer for several runs, which
+it keeps apart. Their features lie one run after the other in ``(N, runs * features, *positions)``, and so do their
+parameters.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from .._masks import positions_of
 from ..layer import BatchLayerNorm
 
 Norm = Callable[..., nn.Module]
-"""Makes a normalizer of this number of features, which stand at that dimension: 1, or -1 for sequences."""
+"""Makes a normalizer from the number of features and their dimension: 1, or -1 for sequences."""
 
 
 def norm(name: str) -> Norm:
-    """Return the normalizer of that name, or at that place: ``package.module:function``."""
+    """Return a normalizer of the registry, or one at ``package.module:function``."""
     if name in NORMS:
         return NORMS[name]
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            found: Norm = getattr(import_module(module), attribute)
+            imported: Norm = getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"no normalizer at {name!r}: {error}") from None
-        return found
-    near = difflib.get_close_matches(name, NORMS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+        return imported
+    similar = difflib.get_close_matches(name, NORMS, n=1)
+    hint = f"did you mean {similar[0]!r}? " if similar else ""
     raise ValueError(f"unknown normalizer {name!r}; {hint}known: {', '.join(NORMS)}, or package.module:function")
 
 
 class EqualWeights(BatchLayerNorm):
-    """BLN whose weights do not know the batch size: one half each."""
+    """BLN that weights batch and feature statistics by one half each, whatever the batch size."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Normalize ``x``."""
@@ -63,8 +63,8 @@ class EqualWeights(BatchLayerNorm):
         return y
 
 
-class _Moved(nn.Module):
-    """A layer that takes features in one dimension, applied where they stand in another."""
+class _FeaturesMoved(nn.Module):
+    """A layer that takes features in one dimension, applied to inputs that have them in another."""
 
     def __init__(self, inner: nn.Module, takes: int, channel_dim: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Moved(nn.Module):
 
 
 class _RunsApart(nn.Module):
-    """A layer for several runs whose statistics never leave a position: runs are a further dimension of positions."""
+    """A layer with statistics of its own at each position, for several runs: they become a dimension of positions."""
 
     def __init__(self, inner: nn.Module, features: int, runs: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -92,10 +92,10 @@ class _RunsApart(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """BatchNorm of any rank which, given one value for each feature, does what Keras does: the output is ``beta``.
+    """BatchNorm for inputs of any rank; for a single value of each feature it returns ``beta``, as Keras does.
 
     With a momentum of ``None`` population statistics are plain averages since the last reset. ``nn.BatchNorm2d``
-    computes the same, but reads a counter on the host, which no CUDA graph can. A mask marks real entries.
+    computes the same, but reads a counter on the host, which CUDA graphs cannot do. A mask marks real entries.
     """
 
     running_mean: Tensor
@@ -124,15 +124,18 @@ class BatchNorm(nn.Module):
             self._update(x.detach().reshape(-1), torch.zeros_like(self.running_var))  # the variance of one value
             return (x - x) * weight.reshape(shape) + bias.reshape(shape)
         if mask is None:
-            mean, var = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)  # filled in
+            mean, var = (
+                torch.zeros_like(self.running_mean),
+                torch.ones_like(self.running_var),
+            )  # F.batch_norm fills them in
             y = F.batch_norm(x, mean, var, weight, bias, True, 1.0, self.eps)
             self._update(mean, var)
             return y
-        real, over = mask.unsqueeze(1), [0, *range(2, x.dim())]
+        real, dims = mask.unsqueeze(1), [0, *range(2, x.dim())]
         count = mask.sum()
-        mean = (x * real).sum(over) / count
+        mean = (x * real).sum(dims) / count
         centred = (x - mean.reshape(shape)) * real
-        var = centred.square().sum(over) / count
+        var = centred.square().sum(dims) / count
         self._update(mean.detach(), var.detach() * (count / (count - 1).clamp(min=1)))
         return centred * (weight * (var + self.eps).rsqrt()).reshape(shape) + bias.reshape(shape)
 
@@ -147,8 +150,8 @@ class BatchNorm(nn.Module):
 class BatchRenorm(BatchNorm):
     """Batch Renormalization (Ioffe 2017): BatchNorm corrected towards its running statistics.
 
-    The correction's limits grow from BatchNorm's (r = 1, d = 0) to r = 3 and d = 5 while the statistics settle. In
-    its paper they do, too, but over more steps, since runs are longer there.
+    The limits of the correction grow from BatchNorm's (r = 1, d = 0) to r = 3 and d = 5. In its paper they grow over
+    more steps, since runs are longer there.
     """
 
     momentum: float
@@ -160,13 +163,12 @@ class BatchRenorm(BatchNorm):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalize ``x``, which has no padding."""
+        """Normalize ``x``; masks are refused."""
         if mask is not None:
             raise ValueError("batchrenorm got a mask, and has none; leave it out of the norms of a padded task")
         if not self.training:
             return super().forward(x)
-        over = [0, *range(2, x.dim())]
-        var, mean = torch.var_mean(x, over, correction=0)
+        var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
         shape = (1, -1, *[1] * (x.dim() - 2))
         with torch.no_grad():
             grown = ((self.steps - self.warm) / self.ramp).clamp(0, 1)
@@ -185,7 +187,7 @@ class BatchRenorm(BatchNorm):
 
 
 class InstanceNorm(nn.GroupNorm):
-    """InstanceNorm; a dense layer has no positions to average over, and is only scaled and shifted."""
+    """InstanceNorm; dense inputs have no positions to average over, and are only scaled and shifted."""
 
     def __init__(self, features: int, eps: float) -> None:
         super().__init__(features, features, eps)
@@ -196,7 +198,7 @@ class InstanceNorm(nn.GroupNorm):
 
 
 GROUPS = {"bln-grouped": 8, "bln-g1": 1, "bln-g4": 4, "bln-g16": 16, "bln-gC": None}
-"""Groups of features of BLN's grouped form, by name; ``None`` is a group for each feature. Eight are recommended."""
+"""The number of groups of BLN's grouped form, by name; ``None`` is a group for each feature. Eight is recommended."""
 
 
 def _bln(
@@ -206,43 +208,43 @@ def _bln(
     runs: int = 1,
     ordinary: bool = False,
     kind: type[BatchLayerNorm] = BatchLayerNorm,
-    **more: Any,
+    **options: Any,
 ) -> nn.Module:
     if not ordinary:
-        more |= {"eps": 1e-3, "mix_eps": 1e-4}
+        options |= {"eps": 1e-3, "mix_eps": 1e-4}
     if runs == 1:
-        return kind(features, channel_dim=channel_dim, momentum=None, **more)
-    return _RunsApart(kind(features, affine=False, momentum=None, **more), features, runs)
+        return kind(features, channel_dim=channel_dim, momentum=None, **options)
+    return _RunsApart(kind(features, affine=False, momentum=None, **options), features, runs)
 
 
-def _pooled(features: int, channel_dim: int, *, runs: int = 1, **more: Any) -> nn.Module:
+def _pooled(features: int, channel_dim: int, *, runs: int = 1, **options: Any) -> nn.Module:
     if runs != 1:
         raise ValueError("bln-pooled would pool batch statistics over runs; train them one at a time")
-    return _bln(features, channel_dim, per_position=False, **more)
+    return _bln(features, channel_dim, per_position=False, **options)
 
 
 def _grouped(name: str, features: int, channel_dim: int, *, runs: int = 1, ordinary: bool = False) -> nn.Module:
-    groups = features if (given := GROUPS[name]) is None else math.gcd(given, features)
+    groups = math.gcd(GROUPS[name] or features, features)
     eps = 1e-4 if ordinary else 1e-3
     return BatchLayerNorm(runs * features, groups=runs * groups, channel_dim=channel_dim, momentum=None, eps=eps)
 
 
-def _second(make: Callable[[int, int, bool], nn.Module]) -> Norm:
-    """Make a layer of ``(runs * features, features, ordinary)`` whose features stand second."""
+def _channels_first(make: Callable[[int, int, bool], nn.Module]) -> Norm:
+    """Return a normalizer from a function of ``(runs * features, features, ordinary)`` for channels-first layers."""
 
     def place(features: int, channel_dim: int, *, runs: int = 1, ordinary: bool = False) -> nn.Module:
         layer = make(runs * features, features, ordinary)
-        return layer if channel_dim == 1 else _Moved(layer, 1, channel_dim)
+        return layer if channel_dim == 1 else _FeaturesMoved(layer, 1, channel_dim)
 
     return place
 
 
-def _last(make: Callable[..., nn.Module]) -> Norm:
-    """Make a layer whose features stand last, and which sees one position at a time: it needs no mask."""
+def _channels_last(make: Callable[..., nn.Module]) -> Norm:
+    """Return a normalizer from a channels-last layer that sees one position at a time, and so needs no mask."""
 
     def place(features: int, channel_dim: int, *, runs: int = 1, ordinary: bool = False) -> nn.Module:
         layer = make(features, elementwise_affine=runs == 1, **({} if ordinary else {"eps": 1e-3}))
-        placed = layer if channel_dim == -1 else _Moved(layer, -1, channel_dim)
+        placed = layer if channel_dim == -1 else _FeaturesMoved(layer, -1, channel_dim)
         return placed if runs == 1 else _RunsApart(placed, features, runs, bias=make is nn.LayerNorm)
 
     return place
@@ -254,13 +256,15 @@ def _eps(ordinary: bool) -> float:
 
 NORMS: dict[str, Norm] = {
     "bln": _bln,
-    "bn": _second(lambda whole, one, ordinary: BatchNorm(whole, _eps(ordinary), None if ordinary else 0.01)),
-    "ln": _last(nn.LayerNorm),
-    "gn": _second(lambda whole, one, ordinary: nn.GroupNorm(whole // one * math.gcd(8, one), whole, _eps(ordinary))),
-    "in": _second(lambda whole, one, ordinary: InstanceNorm(whole, _eps(ordinary))),
-    "rms": _last(nn.RMSNorm),
-    "batchrenorm": _second(lambda whole, one, ordinary: BatchRenorm(whole)),
-    "none": lambda features, channel_dim, **more: nn.Identity(),
+    "bn": _channels_first(lambda whole, one, ordinary: BatchNorm(whole, _eps(ordinary), None if ordinary else 0.01)),
+    "ln": _channels_last(nn.LayerNorm),
+    "gn": _channels_first(
+        lambda whole, one, ordinary: nn.GroupNorm(whole // one * math.gcd(8, one), whole, _eps(ordinary))
+    ),
+    "in": _channels_first(lambda whole, one, ordinary: InstanceNorm(whole, _eps(ordinary))),
+    "rms": _channels_last(nn.RMSNorm),
+    "batchrenorm": _channels_first(lambda whole, one, ordinary: BatchRenorm(whole)),
+    "none": lambda features, channel_dim, **options: nn.Identity(),
     **{name: partial(_grouped, name) for name in GROUPS},
     "bln-no-scale": partial(_bln, dim_scale=False),
     "bln-half": partial(_bln, kind=EqualWeights),
@@ -269,7 +273,7 @@ NORMS: dict[str, Norm] = {
 
 
 def reset_statistics(net: nn.Module) -> None:
-    """Begin new plain averages of population statistics; those with a momentum go on."""
+    """Restart the population statistics of BLN, and of BatchNorm where they are plain averages."""
     for module in net.modules():
         if isinstance(module, BatchLayerNorm) or (isinstance(module, BatchNorm) and module.momentum is None):
             module.reset_statistics()

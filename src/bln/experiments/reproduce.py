@@ -1,10 +1,10 @@
-"""``bln reproduce``: makes many runs side by side, here or on Ray, and their lines of the table."""
+"""The runs of ``bln reproduce``: planned, trained side by side here or on Ray, and collected as lines of the table."""
 
 from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from .._install import install
 from . import runs, table
 from .norms import norm
 from .processes import side_by_side
+from .remaining import Progress
 from .runs import Estimate, RunError, RunFolder, Settings
 from .tasks import TASKS
 from .training import Cost, Tick, measure, train_together
@@ -35,7 +36,7 @@ def plan(
     protocol: str = "paper",
     epochs: int | None = None,
 ) -> list[Settings]:
-    """Return the runs of these tasks. ``None`` is what the paper has: all the data at batch size 25 alone."""
+    """Return the runs of these tasks, by default the paper's: it has all the data at batch size 25 alone."""
     for size in batch_sizes or ():
         if size < 1:
             raise ValueError(f"a batch size must be at least 1, got {size}")
@@ -61,19 +62,15 @@ def plan(
 
 
 def device(name: str) -> torch.device:
-    """Return the device of that name; ``auto`` is a GPU where the machine has one."""
+    """Return the device of that name; ``auto`` is a GPU if the machine has one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        chosen = torch.device(name)
-        torch.empty(0, device=chosen)
+        named = torch.device(name)
+        torch.empty(0, device=named)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    return chosen
-
-
-Progress = Callable[[float, str], None]
-"""Called with the number of runs done, fractions included, and what is under way."""
+    return named
 
 
 def reproduce(
@@ -87,38 +84,38 @@ def reproduce(
     address: str | None = None,
     progress: Progress = lambda done, text: None,
 ) -> dict[Settings, str]:
-    """Bring all runs to their end, and return how each ended. One that cannot go on does not stop the others.
+    """Train all runs to their end, and return the status of each. One that cannot go on does not stop the others.
 
     On a GPU runs that differ in the seed alone train together, each on a stream of its own.
 
     Args:
         settings: The runs.
-        out: Where their folders are; with ``ray``, on storage all machines share.
-        data_dir: Where the data sets are, likewise.
-        device: To train on.
+        out: The folder of their folders; with ``ray``, on storage that all machines share.
+        data_dir: The folder of the data sets, likewise.
+        device: The device to train on.
         workers: Processes side by side.
         backend: ``local``, processes of joblib; or ``ray``, tasks of a Ray cluster. A task whose worker is lost is
             started again on another, and resumes from its checkpoint.
-        address: Of the cluster; without one, Ray starts on this machine.
-        progress: Told how far it is.
+        address: The address of the cluster; without one, Ray starts on this machine.
+        progress: Called with the number of runs done, and the run under way.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     if backend not in ("local", "ray"):
         raise ValueError(f"the backend must be 'local' or 'ray', got {backend!r}")
     groups = _groups(settings, TOGETHER if device.type == "cuda" else 1)
-    found: dict[Settings, str] = {}
-    ended: Iterable[dict[Settings, str]]
+    statuses: dict[Settings, str] = {}
+    results: Iterable[dict[Settings, str]]
     if backend == "ray":
-        ended = _on_ray(groups, out.resolve(), data_dir.resolve(), device, workers, address)
+        results = _on_ray(groups, out.resolve(), data_dir.resolve(), device, workers, address)
     elif workers > 1:
-        ended = side_by_side(_run, [(group, out, data_dir, device) for group in groups], workers)
+        results = side_by_side(_run, [(group, out, data_dir, device) for group in groups], workers)
     else:
-        ended = (_run_here(group, out, data_dir, device, progress, len(found)) for group in groups)
-    for statuses in ended:
-        found |= statuses
-        progress(len(found), f"{len(found)} of {len(settings)} runs finished")
-    return {each: found[each] for each in settings}
+        results = (_run_here(group, out, data_dir, device, progress, len(statuses)) for group in groups)
+    for of_group in results:
+        statuses |= of_group
+        progress(len(statuses), f"{len(statuses)} of {len(settings)} runs finished")
+    return {run: statuses[run] for run in settings}
 
 
 TOGETHER = 8
@@ -126,18 +123,18 @@ TOGETHER = 8
 
 
 def _groups(settings: Sequence[Settings], most: int) -> list[list[Settings]]:
-    """Return groups of runs that differ in the seed alone, of limited size."""
+    """Group runs that differ in the seed alone, at most this many together."""
     alike: dict[Settings, list[Settings]] = {}
-    for each in settings:
-        alike.setdefault(replace(each, seed=0), []).append(each)
+    for run in settings:
+        alike.setdefault(replace(run, seed=0), []).append(run)
     return [group[at : at + most] for group in alike.values() for at in range(0, len(group), most)]
 
 
 def _run(
     group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, tick: Tick = lambda done: None
 ) -> dict[Settings, str]:
-    ended = train_together(group, out, data_dir, device, tick)
-    statuses = (f"error: {each}" if isinstance(each, RunError) else each for each in ended)
+    results = train_together(group, out, data_dir, device, tick)
+    statuses = (f"error: {result}" if isinstance(result, RunError) else result for result in results)
     return dict(zip(group, statuses, strict=True))
 
 
@@ -150,9 +147,9 @@ def _run_here(
 
 
 _LOST = 5
-"""How often a run is started again after its worker was lost."""
+"""The times a run is started again after its worker was lost."""
 _PATIENCE = 10.0
-"""Seconds that a cluster has to answer."""
+"""Seconds to wait for a cluster's answer."""
 
 
 def _on_ray(
@@ -164,13 +161,13 @@ def _on_ray(
     address: str | None,
 ) -> Iterator[dict[Settings, str]]:
     if address is not None and address != "auto":
-        _look_for(address)
+        _check_address(address)
     try:
         import ray
     except ImportError:
         raise ValueError(f"--backend ray needs Ray: {install('ray')}") from None
-    begun = not ray.is_initialized()
-    if begun:
+    started_here = not ray.is_initialized()
+    if started_here:
         try:
             ray.init(address=address, num_cpus=None if address else workers, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
@@ -178,14 +175,14 @@ def _on_ray(
     lost = ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError
     try:
         task = ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"), max_retries=_LOST)(_run_alone)
-        for group, run in [(group, task.remote(group, out, data_dir, device)) for group in groups]:
+        for group, result in [(group, task.remote(group, out, data_dir, device)) for group in groups]:
             try:
-                yield ray.get(run)
+                yield ray.get(result)
             except lost as error:
-                why = f"error: it lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}"
-                yield dict.fromkeys(group, why)
+                status = f"error: it lost its worker {_LOST + 1} times: {str(error).splitlines()[0]}"
+                yield dict.fromkeys(group, status)
     finally:
-        if begun:
+        if started_here:
             ray.shutdown()
 
 
@@ -194,8 +191,8 @@ def _run_alone(group: Sequence[Settings], out: Path, data_dir: Path, device: tor
     return _run(group, out, data_dir, device)
 
 
-def _look_for(address: str) -> None:
-    """Refuse an address where nobody answers: Ray itself tries for minutes."""
+def _check_address(address: str) -> None:
+    """Refuse an address that does not answer, which Ray would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
@@ -207,60 +204,58 @@ def _look_for(address: str) -> None:
 
 
 def rows(out: Path) -> list[table.Row]:
-    """Return the lines of the table of runs: all runs in a folder, under way or finished."""
-    found = []
+    """Return a line of the table for each run in a folder, under way or finished."""
+    lines = []
     for path in sorted((out / "runs").glob("*/settings.json")):
-        read = runs.read_json(path)
-        if read is None:
+        begun = runs.read_json(path)
+        if begun is None:
             continue
-        folder = RunFolder(out, Settings(**read["settings"]))
-        lines, costs = folder.metrics(), folder.costs()
-        blank = {"status": "running", "best_epoch": None, "test": None, "chosen": None, "configurations": None}
+        folder = RunFolder(out, Settings(**begun["settings"]))
+        metrics, costs = folder.metrics(), folder.costs()
+        running = {"status": "running", "best_epoch": None, "test": None, "chosen": None, "configurations": None}
         names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
         row = {
             **asdict(folder.settings),
-            "curves": {name: [line[name] for line in lines] for name in names},
+            "curves": {name: [epoch[name] for epoch in metrics] for name in names},
             "seconds": costs["seconds"],
             "hours": sum(costs["seconds"]) / 3600,
             "memory_mib": None if costs["memory"] is None else costs["memory"] / 2**20,
-            **read["origin"],
-            **(folder.result() or blank),
+            **begun["origin"],
+            **(folder.result() or running),
         }
-        found.append(_rounded(row))
-    return found
+        lines.append(_rounded(row))
+    return lines
 
 
 def estimate(
     settings: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, workers: int = 1
 ) -> Estimate:
-    """Return what the runs that are left take, from a few measured steps of each kind."""
-    left = [folder for each in settings if not (folder := RunFolder(out, each)).result()]
+    """Estimate the cost of the runs that are left, by timing a few steps of each kind."""
+    left = [folder for run in settings if not (folder := RunFolder(out, run)).result()]
     costs: dict[Settings, Cost] = {}
     seconds = 0.0
     for folder in left:
-        each = folder.settings
-        kind = replace(each, seed=0, epochs=0)
+        run = folder.settings
+        kind = replace(run, seed=0, epochs=0)
         if kind not in costs:
-            costs[kind] = measure(each, out, data_dir, device)
-        seconds += costs[kind].epoch * (each.epochs - len(folder.metrics()))
-    at_once = TOGETHER if device.type == "cuda" else workers
+            costs[kind] = measure(run, out, data_dir, device)
+        seconds += costs[kind].epoch * (run.epochs - len(folder.metrics()))
+    side_by_side_runs = TOGETHER if device.type == "cuda" else workers
     if device.type != "cuda":
         seconds /= workers
-    memory = at_once * max((cost.memory for cost in costs.values()), default=0)
+    memory = side_by_side_runs * max((cost.memory for cost in costs.values()), default=0)
     return Estimate(seconds, memory, len(left), f"{len(costs)} kinds of runs")
 
 
 def work_left(settings: Sequence[Settings], out: Path) -> list[float]:
-    """Return the work of each run in steps, and 0 for those that are finished."""
-    return [
-        0.0 if RunFolder(out, each).result() else each.fraction * each.epochs / each.batch_size for each in settings
-    ]
+    """Return the work left of each run, in proportion to its steps."""
+    return [0.0 if RunFolder(out, run).result() else run.fraction * run.epochs / run.batch_size for run in settings]
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits say more than any run can repeat."""
+    """Round all numbers to six digits, which is more than a run can repeat."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,15 +1,15 @@
-"""A run is a folder: what it was asked to do, how far it got, what came out. It survives being killed.
+"""The folder of a run, from which it resumes after being killed: settings, metrics, checkpoint, result.
 
-    settings.json     what was asked, and the commit, versions and machine that began it
-    metrics.jsonl     a line for each epoch; the same bytes whether the run was interrupted or not
-    costs.json        seconds of each epoch, and the bytes a run needs
+    settings.json     the settings, with the commit, versions and machine that began the run
+    metrics.jsonl     a line for each epoch, the same bytes with or without interruptions
+    costs.json        the seconds of each epoch, and the bytes of memory that the run needs
     tensorboard/      the metrics again
-    checkpoint.pt     weights, optimizer, best weights, metrics and costs after the last whole epoch; gone when finished
-    best.pt           weights of the epoch with the lowest validation loss
+    checkpoint.pt     weights, optimizer, best weights, metrics and costs after the last whole epoch; deleted at the end
+    best.pt           the weights of the epoch with the lowest validation loss
     result.json       written last: a run that has it is finished
 
-Every file is written under another name, flushed, and moved to its place. What is read back is checked against a hash
-first; what fails the check is made again.
+Every file is written under another name, flushed, and renamed. Checkpoints and results are checked by a hash when they
+are read; one that fails the check counts as missing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides the numbers of a run."""
+    """The settings that decide the numbers of a run."""
 
     task: str
     norm: str
@@ -56,7 +56,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """The run's folder."""
+        """The name of the run's folder."""
         norm = self.norm.replace(":", "-").replace("/", "-")
         return (
             f"{self.task}-{norm}-batch{self.batch_size}-{self.fraction:g}-{self.protocol}-{self.epochs}-seed{self.seed}"
@@ -73,12 +73,11 @@ class RunFolder:
     # ---- before training
 
     def prepare(self, device: torch.device) -> None:
-        """Make the folder, or clear what a killed process left half-written."""
+        """Create the folder, or delete half-written files that a killed process left."""
         for stray in self.path.glob(".*.tmp"):
             stray.unlink(missing_ok=True)
         if read_json(self.path / "settings.json") is None:
-            asked = {"settings": asdict(self.settings), "origin": origin(device)}
-            write(self.path / "settings.json", _json(asked))
+            write(self.path / "settings.json", _json({"settings": asdict(self.settings), "origin": origin(device)}))
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes out of this run."""
@@ -87,12 +86,12 @@ class RunFolder:
     # ---- while training
 
     def save(self, state: dict[str, Any], metrics: list[dict[str, Any]], costs: dict[str, Any]) -> None:
-        """Save a whole epoch. The checkpoint goes first: the rest is made from it."""
+        """Save a whole epoch, the checkpoint first, since the other files can be restored from it."""
         write_tensors(self.path / "checkpoint.pt", {**state, "metrics": metrics, "costs": costs})
         self._write_metrics(metrics, costs)
 
     def load(self, device: torch.device) -> dict[str, Any] | None:
-        """Return the last whole epoch, or ``None``; metrics are cut back to it."""
+        """Return the state after the last whole epoch, or ``None``; metrics of later epochs are dropped."""
         state = read_tensors(self.path / "checkpoint.pt", device)
         self._write_metrics(*((state["metrics"], state["costs"]) if state else ([], {})))
         return state
@@ -109,7 +108,7 @@ class RunFolder:
             return []
 
     def costs(self) -> dict[str, Any]:
-        """Return the ``seconds`` of whole epochs and the bytes of ``memory`` that the run needs, as far as known."""
+        """Return the ``seconds`` of whole epochs and the bytes of ``memory``, as far as they are known."""
         return {"seconds": [], "memory": None, **(read_json(self.path / "costs.json") or {})}
 
     # ---- after
@@ -122,11 +121,11 @@ class RunFolder:
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
 
     def result(self) -> dict[str, Any] | None:
-        """Return the results, or ``None`` unless they and their metrics are there unharmed."""
-        found = read_json(self.path / "result.json")
-        if found is None or not (self.path / "metrics.jsonl").exists() or found.pop("sha256", "") != self._hash(found):
+        """Return the results, or ``None`` if they or their metrics are missing or damaged."""
+        result = read_json(self.path / "result.json")
+        if result is None or not (self.path / "metrics.jsonl").exists():
             return None
-        return found
+        return result if result.pop("sha256", "") == self._hash(result) else None
 
     def _hash(self, result: dict[str, Any]) -> str:
         return hashlib.sha256(_json(result) + (self.path / "metrics.jsonl").read_bytes()).hexdigest()
@@ -136,14 +135,14 @@ class RunFolder:
 
 
 def claim(out: Path) -> None:
-    """Make the folder of all runs, or check that the existing one is of this version."""
-    mine = {"format": FORMAT, "version": bln.__version__}
-    found = read_json(out / "version.json")
-    if found is None:
-        write(out / "version.json", _json(mine))
-    elif found != mine:
+    """Create the folder of all runs, or check that the existing one is of this version."""
+    current = {"format": FORMAT, "version": bln.__version__}
+    existing = read_json(out / "version.json")
+    if existing is None:
+        write(out / "version.json", _json(current))
+    elif existing != current:
         raise RunError(
-            f"{out} holds runs of version {found.get('version')} (format {found.get('format')}), this is "
+            f"{out} holds runs of version {existing.get('version')} (format {existing.get('format')}), this is "
             f"{bln.__version__} (format {FORMAT}); take another --out"
         )
 
@@ -164,7 +163,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file and the folders it is in, whole or not at all."""
+    """Write a file whole or not at all, and create its folders."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +186,7 @@ def write_tensors(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Any] | None:
-    """Return tensors written by ``write_tensors``; ``None`` where they are missing or harmed."""
+    """Return tensors written by ``write_tensors``; ``None`` where they are missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -203,16 +202,16 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; ``None`` where it is missing or harmed."""
+    """Return a JSON object; ``None`` where it is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def origin(device: torch.device) -> dict[str, Any]:
-    """Return where a run comes from: commit, versions, device, time."""
+    """Return the origin of a run: commit, versions, device, time."""
     cpu = f"{_processor()}, {torch.get_num_threads()} threads"
     return {
         "commit": _commit(),
@@ -224,13 +223,13 @@ def origin(device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What runs take on this machine.
+    """The time and memory that runs take on this machine.
 
     Attributes:
-        seconds: Of all of them.
-        memory: Bytes of those that are in memory at once.
-        runs: How many there are.
-        measured: What was timed.
+        seconds: The time of all runs.
+        memory: The bytes of the runs that are in memory together.
+        runs: The number of runs.
+        measured: The number and kind of things timed, as text.
     """
 
     seconds: float
@@ -239,7 +238,7 @@ class Estimate:
     measured: str
 
     def text(self) -> str:
-        """Return one sentence."""
+        """Return the estimate as a sentence."""
         units = (self.seconds, "s", 100), (self.seconds / 60, "min", 100), (self.seconds / 3600, "h", math.inf)
         time, unit = next((value, unit) for value, unit, most in units if value < most)
         gib = self.memory / 2**30
@@ -251,13 +250,13 @@ class Estimate:
 
 
 def _processor() -> str:
-    known = Path("/proc/cpuinfo")  # platform.processor() knows no model on Linux
-    model = re.search(r"model name\s*: (.*)", known.read_text()) if known.exists() else None
+    info = Path("/proc/cpuinfo")  # platform.processor() does not know the model on Linux
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return model[1] if model else platform.machine()
 
 
 def _commit() -> str | None:
-    """Return the commit this package runs from, if it runs from a checkout."""
+    """Return the commit of the checkout that this package runs from; ``None`` if it is installed otherwise."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

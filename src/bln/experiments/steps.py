@@ -1,4 +1,4 @@
-"""Runs a training step over the mini-batches of an epoch; on a GPU as a CUDA graph, several runs side by side."""
+"""A training step applied to all mini-batches of an epoch: on a GPU as a CUDA graph, with several runs side by side."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from .tasks import Part
 
 Step = Callable[[Tensor, Tensor], None]
-"""What is done with the inputs and targets of a mini-batch. On a GPU it must not wait for the device."""
+"""A function of the inputs and targets of a mini-batch. On a GPU it must not wait for the device."""
 
 Work = Generator[float, None, Any]
-"""Training that pauses after some steps, so that other runs get their turn, and says how far it is."""
+"""Training that pauses after some steps, so that other runs get their turn, and yields the share that is done."""
 
 _EAGER = 3
-"""Steps done one operation at a time before one is captured: they compile kernels and allocate what stays."""
+"""Steps taken eagerly before one is captured: they compile kernels and allocate memory that stays."""
 
 
 class Replayed:
-    """A step without arguments; on a GPU it is captured as a CUDA graph after a few calls, and replayed from then on.
+    """A step without arguments. On a GPU it is captured as a CUDA graph after a few calls, then replayed.
 
-    A capture executes nothing, so no step is done twice, and there is nothing to put back.
+    A capture executes nothing, so no step is taken twice, and there is no state to restore.
     """
 
     def __init__(self, step: Callable[[], None], device: torch.device) -> None:
@@ -48,136 +48,135 @@ class Replayed:
 class Steps:
     """A step on each mini-batch of a part.
 
-    The step itself takes the next mini-batch from the part. Where it stands is on the device too, so a step that is
-    captured costs the host one launch. A smaller last mini-batch is not captured.
+    A step selects its mini-batch itself, by a position kept on the device, so a captured step costs the host a single
+    launch. A smaller last mini-batch is not captured.
 
     Args:
         step: The step.
         part: Inputs and targets, on the device.
-        size: Of a mini-batch; the last one may be smaller.
+        size: Samples of a mini-batch; the last one may be smaller.
     """
 
     def __init__(self, step: Step, part: Part, size: int) -> None:
         self.step, self.part, self.size = step, part, size
-        # Rows that lie in memory as the images do, so that taking some of them keeps the layout.
-        self._last = part.inputs.dim() == 4 and part.inputs.is_contiguous(memory_format=torch.channels_last)
-        self._rows = part.inputs.movedim(1, -1) if self._last else part.inputs
-        self._natural = torch.arange(len(part.targets), device=part.targets.device)
-        self._order, self._next = self._natural.clone(), self._natural[:size].clone()
-        self._advance = Replayed(self._whole, part.targets.device)
+        # Selecting rows keeps the layout only if the dimensions are in the order of memory.
+        self._channels_last = part.inputs.dim() == 4 and part.inputs.is_contiguous(memory_format=torch.channels_last)
+        self._rows = part.inputs.movedim(1, -1) if self._channels_last else part.inputs
+        self._unshuffled = torch.arange(len(part.targets), device=part.targets.device)
+        self._order, self._next = self._unshuffled.clone(), self._unshuffled[:size].clone()
+        self._advance = Replayed(self._step_full_batch, part.targets.device)
 
     def __call__(self, order: Tensor | None = None) -> Iterator[float]:
-        """Go through the part in this order; after each step, the share of it that is done."""
-        self._order.copy_(self._natural if order is None else order)
-        self._next.copy_(self._natural[: self.size])
+        """Go through the part in this order; after each step, yield the share of it that is done."""
+        self._order.copy_(self._unshuffled if order is None else order)
+        self._next.copy_(self._unshuffled[: self.size])
         count = len(self._order)
         for end in range(self.size, count + 1, self.size):
             self._advance()
             yield end / count
         if rest := count % self.size:
-            self.step(*self._take(self._order[-rest:]))
+            self.step(*self._select(self._order[-rest:]))
             yield 1.0
 
-    def _whole(self) -> None:
-        """Take the step on the next mini-batch of the whole size, with nothing from the host."""
-        batch = self._take(self._order.index_select(0, self._next))
+    def _step_full_batch(self) -> None:
+        """Take the step on the next full mini-batch, with nothing from the host."""
+        batch = self._select(self._order.index_select(0, self._next))
         self._next += self.size
         self.step(*batch)
 
-    def _take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def _select(self, index: Tensor) -> tuple[Tensor, Tensor]:
         inputs = self._rows.index_select(0, index)
-        return inputs.movedim(-1, 1) if self._last else inputs, self.part.targets.index_select(0, index)
+        return inputs.movedim(-1, 1) if self._channels_last else inputs, self.part.targets.index_select(0, index)
 
 
 def captured(device: torch.device) -> bool:
-    """Return whether steps become CUDA graphs there."""
+    """Return whether steps become CUDA graphs on this device."""
     return device.type == "cuda"
 
 
 def capture(function: Callable[[], None]) -> Any:
-    """Return a CUDA graph of what ``function`` does on the current stream, which must not be the default one.
+    """Capture ``function`` as a CUDA graph on the current stream, which must not be the default one.
 
-    The stream is the one it ran on before: cuBLAS has a workspace for each, and graphs that run side by side must not
-    share one.
+    A stream of its own gives a run its own cuBLAS workspace, which graphs that run side by side must not share.
     """
     graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(torch.cuda.default_generators[torch.cuda.current_device()])  # as it is in this lane
+    graph.register_generator_state(torch.cuda.default_generators[torch.cuda.current_device()])  # that of this lane
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         function()
     return graph
 
 
 Lane = Callable[[], AbstractContextManager[None]]
-"""Enter it for each piece of a run's work, and leave it before another run's."""
+"""Makes a context in which to do some of a run's work; leave it before another run's turn."""
 
 
 def lane(device: torch.device) -> Lane:
-    """Return a context for one run of several in a process: its own random numbers and, on a GPU, its own stream."""
+    """Return the lane of one of several runs in a process: its own random numbers and, on a GPU, its own stream."""
     if device.type != "cuda":
         state = torch.get_rng_state()
 
         @contextmanager
-        def numbers() -> Iterator[None]:
+        def own_numbers() -> Iterator[None]:
             nonlocal state
-            before = torch.get_rng_state()
+            outside = torch.get_rng_state()
             torch.set_rng_state(state)
             try:
                 yield
             finally:
                 state = torch.get_rng_state()
-                torch.set_rng_state(before)
+                torch.set_rng_state(outside)
 
-        return numbers
+        return own_numbers
 
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    default, own = torch.cuda.default_generators[stream.device_index], torch.Generator(device)
+    default, generator = torch.cuda.default_generators[stream.device_index], torch.Generator(device)
 
     @contextmanager
-    def numbers_and_stream() -> Iterator[None]:
-        before = default.graphsafe_get_state(), torch.backends.cudnn.deterministic
-        default.graphsafe_set_state(own)  # a graph captured in here draws from it, wherever it is replayed
-        torch.backends.cudnn.deterministic = True  # the same bytes each time
+    def own_numbers_and_stream() -> Iterator[None]:
+        outside, deterministic = default.graphsafe_get_state(), torch.backends.cudnn.deterministic
+        default.graphsafe_set_state(generator)  # a graph captured in here draws from it, wherever it is replayed
+        torch.backends.cudnn.deterministic = True  # so that a run ends with the same bytes each time
         try:
             with torch.cuda.stream(stream):
                 yield
         finally:
-            default.graphsafe_set_state(before[0])
-            torch.backends.cudnn.deterministic = before[1]
+            default.graphsafe_set_state(outside)
+            torch.backends.cudnn.deterministic = deterministic
 
-    return numbers_and_stream
+    return own_numbers_and_stream
 
 
 def step_bytes(step: Callable[[], None], net: nn.Module, other: int, device: torch.device) -> int:
-    """Take a step and return the bytes a run needs: on a GPU the peak, elsewhere those of weights and activations.
+    """Take a step and return the bytes a run needs: on a GPU the peak, elsewhere weights, gradients and activations.
 
     Args:
         step: A step of training.
-        net: What it trains.
-        other: Bytes of the run, such as the optimizer's, that a step does not allocate.
-        device: Where it trains.
+        net: The net it trains.
+        other: Bytes of the run that a step does not allocate, such as the optimizer's.
+        device: The device it trains on.
     """
-    weights = sum(each.nbytes for each in net.parameters())
+    weights = sum(parameter.nbytes for parameter in net.parameters())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before + weights + other
-    own = {each.untyped_storage().data_ptr() for each in net.parameters()}
-    kept: dict[int, int] = {}
+    of_parameters = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
+    activations: dict[int, int] = {}
 
-    def keep(saved: Tensor) -> Tensor:
+    def note(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in of_parameters:
+            activations[storage.data_ptr()] = storage.nbytes()
         return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         step()
-    return 2 * weights + other + sum(kept.values())  # weights and their gradients
+    return 2 * weights + other + sum(activations.values())  # weights and their gradients
 
 
 def seconds_per_step(steps: Iterator[Any], device: torch.device, timed: int = 5) -> float:
-    """Return the mean time of a few steps, after those that compile and capture."""
+    """Return the mean time of a few steps, after others that compile and capture."""
 
     def take(count: int) -> None:
         for _ in itertools.islice(steps, count):

@@ -1,7 +1,7 @@
-"""The table of runs, ``runs.jsonl``: a line for each run of any experiment. Reports are made from it alone.
+"""The table of runs, ``runs.jsonl``: a line for each run of any experiment, from which all reports are made.
 
 Every line has ``task``, ``norm``, ``batch_size``, ``seed``, ``status``, ``hours``, ``commit``, ``versions`` and
-``device``. What else decides the run and what came out of it depends on the task.
+``device``. Its other settings and its results depend on the task.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "runs.jsonl"
 
 
 def read(path: Path) -> list[Row]:
-    """Return the lines of a table; none if there is none yet. A last line that was cut off is left out."""
+    """Return the lines of a table; none if the file is missing. A last line that was cut off is left out."""
     if not path.exists():
         return []
     try:
@@ -35,3 +35,8 @@ def write(path: Path, rows: Iterable[Row]) -> Path:
     """Write a table, whole or not at all, and return its path."""
     runs.write(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return path
+
+
+def distinct(values: Iterable[Any]) -> list[str]:
+    """Return each value once, as sorted text; empty ones are left out."""
+    return sorted({str(value) for value in values if value})

@@ -1,4 +1,4 @@
-"""The tasks of the paper's protocols, with data, net and recipe: its two experiments, and two small ones on digits."""
+"""The tasks of the paper's protocols, its two experiments and two small ones on digits: data, net and recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import data, models, packed
 from .norms import Norm
 
 VALIDATION = 5_000
-"""Samples of the training set that are held out, of all of it; of a fraction, that fraction of them."""
+"""Samples of the whole training set that are held out; a fraction of the data holds out that fraction of them."""
 
 
 class Part(NamedTuple):
@@ -26,17 +26,17 @@ class Part(NamedTuple):
     targets: Tensor
 
     def to(self, device: torch.device) -> Part:
-        """The same, there."""
+        """Return the part on a device."""
         return Part(self.inputs.to(device), self.targets.to(device))
 
     def batches(self, size: int, order: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Mini-batches, in this order."""
+        """Return mini-batches in this order."""
         part = self if order is None else Part(self.inputs[order], self.targets[order])
         return list(zip(torch.split(part.inputs, size), torch.split(part.targets, size), strict=True))
 
 
 class Split(NamedTuple):
-    """What a run sees."""
+    """The data of a run."""
 
     train: Part
     validation: Part
@@ -44,59 +44,59 @@ class Split(NamedTuple):
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The share of right answers, of classes or of one logit."""
+    """Return the share of right predictions, by scores of classes or by one logit."""
     right = outputs.argmax(1) == targets if outputs.dim() == 2 else (outputs > 0) == (targets > 0.5)
     return right.float().mean()
 
 
 @cache
 def cifar10(folder: Path) -> data.DataSet:
-    """CIFAR-10, from its publisher's files or, where that is a file, from packed ones."""
+    """Return CIFAR-10, from the publisher's files in a folder or from a packed file."""
     return packed.read(folder) if folder.is_file() else data.cifar10(folder)
 
 
 @cache
 def imdb(folder: Path) -> data.DataSet:
-    """IMDB: 20,000 words, 80 tokens."""
+    """Return IMDB with 20,000 words and 80 tokens."""
     return data.imdb(folder)
 
 
 def split_cifar10(folder: Path, fraction: float, seed: int) -> Split:
-    """CIFAR-10, each of the 3,072 inputs standardized over the training part."""
+    """Split CIFAR-10, each of the 3,072 inputs standardized over the training part."""
     split = _split(cifar10(folder), fraction, seed)
     deviation, mean = torch.std_mean(split.train.inputs.float(), 0, correction=0)
 
     def standardized(part: Part) -> Part:
-        whole = (part.inputs.float() - mean) / deviation.clamp(min=1e-6)
-        return Part(whole.contiguous(memory_format=torch.channels_last), part.targets)  # the faster layout
+        inputs = (part.inputs.float() - mean) / deviation.clamp(min=1e-6)
+        return Part(inputs.contiguous(memory_format=torch.channels_last), part.targets)  # the faster layout
 
     return Split(*map(standardized, split))
 
 
 def split_imdb(folder: Path, fraction: float, seed: int) -> Split:
-    """IMDB, with targets as the loss of one logit takes them."""
+    """Split IMDB, with targets in float for the loss of one logit."""
     return Split(*(Part(part.inputs, part.targets.float()) for part in _split(imdb(folder), fraction, seed)))
 
 
 def split_digits(folder: Path, fraction: float, seed: int) -> Split:
-    """scikit-learn's digits, which need no folder; the fraction is of the training part."""
-    found = data.digits(seed=seed)
-    keep = _shuffled(len(found.train_images), seed)[: round(fraction * len(found.train_images))]
-    _check(fraction, keep, found.validation_labels)
+    """Split scikit-learn's digits, which need no folder; the fraction is of the training part."""
+    digits = data.digits(seed=seed)
+    train = _shuffled(len(digits.train_images), seed)[: round(fraction * len(digits.train_images))]
+    _check(fraction, train, digits.validation_labels)
     return Split(
-        Part(found.train_images[keep], found.train_labels[keep]),
-        Part(found.validation_images, found.validation_labels),
-        Part(found.test_images, found.test_labels),
+        Part(digits.train_images[train], digits.train_labels[train]),
+        Part(digits.validation_images, digits.validation_labels),
+        Part(digits.test_images, digits.test_labels),
     )
 
 
-def _split(found: data.DataSet, fraction: float, seed: int) -> Split:
-    train, validation = _divide(len(found.train), fraction, seed)
-    order = _shuffled(len(found.test), seed)
+def _split(data_set: data.DataSet, fraction: float, seed: int) -> Split:
+    train, validation = _divide(len(data_set.train), fraction, seed)
+    order = _shuffled(len(data_set.test), seed)
     return Split(
-        Part(found.train[train], found.train_labels[train]),
-        Part(found.train[validation], found.train_labels[validation]),
-        Part(found.test[order], found.test_labels[order]),
+        Part(data_set.train[train], data_set.train_labels[train]),
+        Part(data_set.train[validation], data_set.train_labels[validation]),
+        Part(data_set.test[order], data_set.test_labels[order]),
     )
 
 
@@ -105,7 +105,7 @@ def _shuffled(count: int, seed: int) -> Tensor:
 
 
 def _divide(count: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return which samples train and which validate. The validation part is taken first, then a fraction of both."""
+    """Return the samples to train and to validate on: the validation part is taken first, then a fraction of both."""
     order = _shuffled(count, seed)
     validation, train = order[:VALIDATION], order[VALIDATION:]
     train, validation = (part[: round(fraction * len(part))] for part in (train, validation))
@@ -123,7 +123,7 @@ def _check(fraction: float, train: Tensor, validation: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """One experiment: a net, its data, and how it is trained."""
+    """An experiment: a net, its data, and its training."""
 
     model: Callable[[Norm], nn.Module]
     split: Callable[[Path, float, int], Split]

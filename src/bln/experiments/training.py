@@ -1,4 +1,4 @@
-"""Train runs to their end, from wherever they stand: alone, or several in turns."""
+"""Training by the paper's protocols: runs go on from their checkpoints to their end, alone or in turns."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .steps import Steps, Work, lane, seconds_per_step, step_bytes
 from .tasks import TASKS, Part, Task, accuracy
 
 Tick = Callable[[float], None]
-"""Called now and then with the share of the runs that is done."""
+"""Called repeatedly with the share of the work that is done."""
 
 
 def train(settings: Settings, out: Path, data_dir: Path, device: torch.device, tick: Tick = lambda done: None) -> str:
-    """Bring a run to its end, and return how it ended: ``finished`` or ``diverged``. A finished one is left alone."""
+    """Train a run to its end, and return its status: ``finished`` or ``diverged``. A finished run stays as it is."""
     (ended,) = train_together([settings], out, data_dir, device, tick)
     if isinstance(ended, RunError):
         raise ended
@@ -37,51 +37,51 @@ def train(settings: Settings, out: Path, data_dir: Path, device: torch.device, t
 def train_together(
     group: Sequence[Settings], out: Path, data_dir: Path, device: torch.device, tick: Tick = lambda done: None
 ) -> list[str | RunError]:
-    """Bring several runs to their end, a step of each in turn, and return how each ended.
+    """Train several runs to their end, a step of each in turn, and return the status or error of each.
 
-    On a GPU each works on a stream of its own, and their small kernels run side by side. Runs share nothing: one that
-    cannot go on, or stands at another epoch, does not matter to the others, and the numbers are those of a run alone.
+    On a GPU each has a stream of its own, so that their small kernels run side by side. Runs share nothing: each gives
+    the numbers it gives alone, even if others fail or resume at another epoch.
     """
-    works = {each: _work(each, out, data_dir, device) for each in group}
+    works = {settings: _work(settings, out, data_dir, device) for settings in group}
     alone = len(works) == 1 and device.type == "cpu"
-    lanes = {each: nullcontext if alone else lane(device) for each in works}
+    lanes = {settings: nullcontext if alone else lane(device) for settings in works}
     done = dict.fromkeys(group, 0.0)
     ended: dict[Settings, str | RunError] = {}
-    told = -math.inf
+    last_tick = -math.inf
     try:
         while works:
-            for each, work in list(works.items()):
+            for settings, work in list(works.items()):
                 try:
-                    with lanes[each]():
-                        done[each] = next(work)
+                    with lanes[settings]():
+                        done[settings] = next(work)
                     continue
                 except StopIteration as end:
-                    ended[each] = end.value
+                    ended[settings] = end.value
                 except RunError as error:
-                    ended[each] = error
-                del works[each]
-                done[each] = 1.0
-            if time.monotonic() - told > 0.2:
+                    ended[settings] = error
+                del works[settings]
+                done[settings] = 1.0
+            if time.monotonic() - last_tick > 0.2:
                 tick(sum(done.values()) / len(done))
-                told = time.monotonic()
+                last_tick = time.monotonic()
     finally:
         for work in works.values():
             work.close()
-    return [ended[each] for each in group]
+    return [ended[settings] for settings in group]
 
 
 def _work(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Work:
     folder = RunFolder(out, settings)
     with folder.locked():
         folder.prepare(device)
-        found = folder.result()
-        if found is None:
-            found = yield from _Training(settings, folder, data_dir, device).run()
-    return found["status"]
+        result = folder.result()
+        if result is None:
+            result = yield from _Training(settings, folder, data_dir, device).run()
+    return result["status"]
 
 
 class _Training:
-    """The training of one run. Others work while it pauses, so global state must be set anew for each step."""
+    """The training of one run. Others train while it pauses, so it must not rely on global state between steps."""
 
     def __init__(self, settings: Settings, folder: RunFolder, data_dir: Path, device: torch.device) -> None:
         self.settings, self.folder, self.device = settings, folder, device
@@ -129,7 +129,7 @@ class _Training:
 
     def epoch(self, fit: Steps, evaluate: Steps) -> Work:
         begun, number = time.perf_counter(), len(self.metrics) + 1
-        # What is drawn depends on seed and epoch alone, so that a run that was interrupted draws the same.
+        # Random numbers depend on seed and epoch alone, so that an interrupted run draws the same.
         torch.manual_seed(self.settings.seed * 10_007 + number)
         for layer in bln.layers(self.model).values():
             layer.reset_statistics()
@@ -139,14 +139,18 @@ class _Training:
             layer.config = "FFFF"
         self.model.eval()
         validation_loss, validation_accuracy = yield from self.over(evaluate)
-        line = (number, train_loss, train_accuracy, validation_loss, validation_accuracy)
-        names = ("epoch", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
-        self.metrics.append(dict(zip(names, map(_finite, line), strict=True)))
+        self.metrics.append(
+            {
+                "epoch": number,
+                "train_loss": _finite(train_loss), "train_accuracy": _finite(train_accuracy),
+                "validation_loss": _finite(validation_loss), "validation_accuracy": _finite(validation_accuracy),
+            }
+        )  # fmt: skip
         self.costs["seconds"].append(round(time.perf_counter() - begun, 3))
 
         losses = [line["validation_loss"] for line in self.metrics]
-        known = [loss for loss in losses if loss is not None]
-        if known and losses[-1] == min(known) and not self.diverged():
+        finite = [loss for loss in losses if loss is not None]
+        if finite and losses[-1] == min(finite) and not self.diverged():
             self.best_epoch = number
             self.best = copy.deepcopy(self.model.state_dict())
         state = {
@@ -158,15 +162,16 @@ class _Training:
         self.folder.save(state, self.metrics, self.costs)
 
     def order(self, count: int) -> Tensor | None:
-        """The paper's mini-batches are drawn once, and come in the same order each epoch; clean ones are drawn anew."""
+        """Return the order of an epoch: always the same in the paper's protocol, drawn anew in the clean one."""
         return torch.randperm(count) if self.settings.protocol == "clean" else None
 
     def fit(self, inputs: Tensor, targets: Tensor) -> None:
-        """A step of training; the first one says what memory a run needs."""
+        """Take a step of training; the first one measures the memory of the run."""
         if self.costs["memory"] is None:
-            averages = 0 if self.device.type == "cuda" else 2 * sum(each.nbytes for each in self.model.parameters())
+            # Adam's averages; on a GPU the step allocates them, and its peak includes them.
+            averages = 0 if self.device.type == "cuda" else 2 * sum(p.nbytes for p in self.model.parameters())
             step = partial(self._fit, inputs, targets)
-            self.costs["memory"] = step_bytes(step, self.model, averages, self.device)  # a GPU's step allocates them
+            self.costs["memory"] = step_bytes(step, self.model, averages, self.device)
         else:
             self._fit(inputs, targets)
 
@@ -186,12 +191,12 @@ class _Training:
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         self.total += torch.stack((loss, accuracy(outputs, targets))) * len(targets)
 
-    def over(self, each: Steps, order: Tensor | None = None) -> Generator[float, None, tuple[float, float]]:
-        """Go through a part; loss and accuracy are averages over its mini-batches, as Keras logs them."""
+    def over(self, steps: Steps, order: Tensor | None = None) -> Generator[float, None, tuple[float, float]]:
+        """Go through a part, and return loss and accuracy averaged over its mini-batches, as Keras logs them."""
         self.total.zero_()
-        for share in each(order):
+        for share in steps(order):
             yield min(1.0, (len(self.metrics) + (share if self.model.training else 1)) / self.settings.epochs)
-        loss, right = (self.total / len(each.part.targets)).tolist()
+        loss, right = (self.total / len(steps.part.targets)).tolist()
         return loss, right
 
     def diverged(self) -> bool:
@@ -212,12 +217,12 @@ class _Training:
         self.model.eval()
         size = self.settings.batch_size
         test = self.split.test.to(self.device)
-        if not bln.layers(self.model):  # nothing depends on the batch, so take large ones
+        if not bln.layers(self.model):  # predictions do not depend on the batch, so take large ones
             result["test"] = _score((yield from self.over(Steps(self.evaluate, test, 250))))
             return result
-        found = self.configurations(validation)
-        result["chosen"] = min(found, key=lambda config: (found[config][0] is None, found[config]))
-        result["configurations"] = {"validation": found, "test": None}
+        scores = self.configurations(validation)
+        result["chosen"] = min(scores, key=lambda config: (scores[config][0] is None, scores[config]))
+        result["configurations"] = {"validation": scores, "test": None}
         if self.settings.protocol == "paper":  # the paper ranks all 16 on the test set
             result["configurations"]["test"] = self.configurations(test)
             result["test"] = _score(result["configurations"]["test"][result["chosen"]])
@@ -230,19 +235,19 @@ class _Training:
     def configurations(self, part: Part) -> dict[str, tuple[float | None, float | None]]:
         """Return loss and accuracy of all 16 configurations."""
         batches = part.batches(self.settings.batch_size)
-        found = bln.search(self.model, batches, loss=self.task.loss, metrics={"accuracy": accuracy}, progress=False)
-        return {str(row.config): (_finite(row.loss), _finite(row.metrics["accuracy"])) for row in found}
+        ranking = bln.search(self.model, batches, loss=self.task.loss, metrics={"accuracy": accuracy}, progress=False)
+        return {str(row.config): (_finite(row.loss), _finite(row.metrics["accuracy"])) for row in ranking}
 
 
 class Cost(NamedTuple):
-    """What a run takes: seconds for an epoch of training, and bytes."""
+    """The cost of a run: seconds for an epoch of training, and bytes."""
 
     epoch: float
     memory: int
 
 
 def measure(settings: Settings, out: Path, data_dir: Path, device: torch.device) -> Cost:
-    """Time a few steps of a run, alone on this machine; nothing is written."""
+    """Time a few steps of a run by itself, and write nothing."""
     with lane(device)():
         run = _Training(settings, RunFolder(out, settings), data_dir, device)
         run.model.train()
@@ -261,7 +266,7 @@ def _score(pair: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def _board(path: Path, epochs: int) -> Any:
-    """TensorBoard's file of this run, from the next epoch on."""
+    """Return a TensorBoard writer for the epochs that follow."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(path / "tensorboard"), purge_step=epochs + 1)

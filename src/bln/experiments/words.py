@@ -1,10 +1,9 @@
-"""Reviews as Keras numbers them, so that a run here sees the tokens the authors' runs saw.
+"""Keras's tokens of IMDB reviews, which the authors' runs used.
 
-Keras's imdb data set was made once, by its own tokenizer under Python 2, and is not described anywhere. What was found
-from the published numbers: words are bytes in ASCII lower case, counted over the 25,000 training reviews; of equally
-frequent words the one that came first out of a Python 2 dictionary has the lower number; and words that only test
-reviews use were left out of those. It gives 88,584 words, and reviews whose lengths have the mean 234.759 and the
-deviation 172.911, as published.
+Keras made its imdb data set once, by its own tokenizer under Python 2, and does not describe it. The published numbers
+show the rules: words are bytes in ASCII lower case, counted over the 25,000 training reviews; equally frequent words
+are numbered in the order of a Python 2 dictionary; and words that only test reviews use are dropped. This gives 88,584
+words, and reviews whose lengths have the mean 234.759 and the deviation 172.911, as published.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _TO_SPACE = bytes.maketrans(_SEPARATORS, b" " * len(_SEPARATORS))
 
 
 def split(text: bytes) -> list[bytes]:
-    """The words of a review.
+    """Split a review into words.
 
     >>> split(b"It's GOOD.<br />Isn't it?")
     [b"it's", b'good', b'br', b"isn't", b'it']
@@ -41,10 +40,10 @@ def rank(reviews: Iterable[Sequence[bytes]]) -> dict[bytes, int]:
 
 
 def encode(review: Sequence[bytes], ranks: dict[bytes, int], *, words: int, length: int) -> list[int]:
-    """The last ``length`` tokens of a review, padded in front where there are fewer.
+    """Return the last ``length`` tokens of a review, padded in front where there are fewer.
 
-    The first is its start, then comes rank + 3 for each word, or 2 where that is not below ``words``. Words without a
-    rank are left out.
+    The first token marks the start. Each word with a rank follows as rank + 3, or as 2 where that is not below
+    ``words``.
 
     >>> encode([b"what", b"a", b"good", b"film"], {b"a": 1, b"film": 2, b"good": 3}, words=6, length=6)
     [0, 0, 1, 4, 2, 5]
@@ -55,14 +54,14 @@ def encode(review: Sequence[bytes], ranks: dict[bytes, int], *, words: int, leng
 
 
 def _python2_order(words: Iterable[bytes]) -> list[bytes]:
-    """Different words in the order of a 64-bit Python 2 dictionary that got them one by one."""
+    """Return different words in the order of a 64-bit Python 2 dictionary that they were added to one by one."""
     table: list[tuple[int, bytes] | None] = [None] * 8
     for used, word in enumerate(words, 1):
         _put(table, (_python2_hash(word), word))
         if 3 * used >= 2 * len(table):
-            # It grows to the power of two above 4 or 2 times its entries, which move over in the order they lie in.
-            room = used * (4 if used <= 50_000 else 2)
-            smaller, table = table, [None] * (1 << room.bit_length())
+            # It grows to the power of two above 4 or 2 times its entries, which are added again in table order.
+            capacity = used * (4 if used <= 50_000 else 2)
+            smaller, table = table, [None] * (1 << capacity.bit_length())
             for entry in smaller:
                 if entry is not None:
                     _put(table, entry)
@@ -71,11 +70,11 @@ def _python2_order(words: Iterable[bytes]) -> list[bytes]:
 
 def _put(table: list[tuple[int, bytes] | None], entry: tuple[int, bytes]) -> None:
     mask = len(table) - 1
-    at = rest = entry[0]
-    while table[at & mask] is not None:
-        at = 5 * at + rest + 1
-        rest >>= 5
-    table[at & mask] = entry
+    slot = perturb = entry[0]
+    while table[slot & mask] is not None:
+        slot = 5 * slot + perturb + 1
+        perturb >>= 5
+    table[slot & mask] = entry
 
 
 def _python2_hash(word: bytes) -> int:

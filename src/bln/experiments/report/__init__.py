@@ -1,4 +1,4 @@
-"""The report of reproduced experiments, made from a summary alone.
+"""Reports: of the paper's experiments here, of the study of batch sizes in `sizes`, of shifted data in `shift`.
 
 :func:`write` makes one HTML page that needs nothing else, and its figures as files; :func:`table` is for terminals.
 """
@@ -15,6 +15,7 @@ except ImportError as error:
     from ..._install import install
 
     raise ImportError(f"the report needs {error.name}, which is not installed: {install('experiments')}") from error
+from .markup import save
 from .summary import read
 
 if TYPE_CHECKING:
@@ -24,11 +25,11 @@ __all__ = ["table", "write"]
 
 
 def write(summary: Mapping[str, Any], folder: Path | str) -> Path:
-    """Write ``report.html`` and ``figures/`` (each figure as PNG and SVG).
+    """Write ``report.html`` and its ``figures/``, each as PNG and SVG.
 
     Args:
-        summary: What :func:`.summary.collect` makes of a table of runs. The page says what is missing.
-        folder: Where to write; it is made if it is not there.
+        summary: From :func:`.summary.collect`. The page lists the runs that are missing.
+        folder: Where to write; created where missing.
 
     Returns:
         The path of ``report.html``.
@@ -36,18 +37,10 @@ def write(summary: Mapping[str, Any], folder: Path | str) -> Path:
     Raises:
         ValueError: If the summary is of another format, or broken; the message says where, and what to do.
     """
-    runs = read(summary)
-    folder = Path(folder)
-    figures = folder / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
-    text, plots = page.make(runs)
-    for plot in plots:
-        plot.save(figures)
-    path = folder / "report.html"
-    path.write_text(text, encoding="utf-8")
-    return path
+    text, plots = page.make(read(summary))
+    return save(Path(folder) / "report.html", text, plots)
 
 
 def table(summary: Mapping[str, Any]) -> Group:
-    """Results and verdicts in short, for ``rich.print``."""
+    """Return results and verdicts in short, for ``rich.print``."""
     return terminal.table(read(summary))

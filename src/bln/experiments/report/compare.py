@@ -1,4 +1,4 @@
-"""The four measures two norms are compared by, and their differences over the seeds both were run with."""
+"""The four measures that norms are compared by, and paired differences over the seeds of both."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .summary import Run, Setting, Summary
 
 
 class Measure(NamedTuple):
-    """One figure of a finished run; NaN of one that diverged."""
+    """A number of a finished run; NaN of one that diverged."""
 
     name: str
     of: Callable[[Run], float]
     better: int
-    """1 where more is better, -1 where less is."""
+    """1 where higher is better, -1 where lower is."""
 
 
 def _finished(of: Callable[[Run], float]) -> Callable[[Run], float]:
@@ -37,12 +37,12 @@ MEASURES = (TRAIN_ACCURACY, TRAIN_LOSS, TEST_ACCURACY, TEST_LOSS)
 
 
 def ended(summary: Summary, setting: Setting, norm: str) -> list[Run]:
-    """The runs that are over, finished or diverged, by seed."""
+    """Return the runs that have ended, finished or diverged, by seed."""
     return [run for run in summary.select(setting, norm) if run.status != "running"]
 
 
 def pairs(summary: Summary, setting: Setting, first: str, second: str) -> list[tuple[Run, Run]]:
-    """The runs of two norms with the same seed that are over."""
+    """Return the ended runs of two norms, paired by seed."""
     seconds = {run.seed: run for run in ended(summary, setting, second)}
     return [(run, seconds[run.seed]) for run in ended(summary, setting, first) if run.seed in seconds]
 
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
 
 
 def difference(summary: Summary, setting: Setting, first: str, second: str, measure: Measure) -> Difference:
-    """The paired difference of two norms."""
+    """Return the paired difference of two norms."""
     values = [measure.of(a) - measure.of(b) for a, b in pairs(summary, setting, first, second)]
-    kept = [value for value in values if not math.isnan(value)]
-    return Difference(paired_interval(kept), len(values) - len(kept))
+    finished = [value for value in values if not math.isnan(value)]
+    return Difference(paired_interval(finished), len(values) - len(finished))

@@ -1,4 +1,4 @@
-"""Draws the figures of the report by matplotlib without pyplot: no global state, no display."""
+"""The figures of the reports, drawn by matplotlib without pyplot: no global state, no display."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _CORNERS = {"FF": "o", "FT": "s", "TF": "^", "TT": "D"}
 """Markers of E_F and Std_F."""
 _MINUS = "\N{MINUS SIGN}"
 _WIDTH = 5.0
-"""Inches. A phone shows such a figure whole, with text of the size it has here."""
+"""Inches. A phone shows figures of this width whole, and their text in its size."""
 
 
 def mixing() -> Plot:
-    """Figure 2: what eq 16 multiplies the two normalized activations with."""
+    """Draw figure 2: the weights of the two normalized activations in eq 16."""
     m = np.arange(1, 51)
     lines = zip(
         (f"batch: 1 {_MINUS} (1/m + ε)", f"features: 1/m {_MINUS} ε"),
@@ -54,7 +54,7 @@ def mixing() -> Plot:
 
 
 class Column(NamedTuple):
-    """One column of learning curves: a title and the runs of each norm."""
+    """A column of learning curves: a title and the runs of each norm."""
 
     title: str
     runs: dict[str, list[Run]]
@@ -64,7 +64,7 @@ _PARTS: tuple[tuple[str, Any], ...] = (("train", "-"), ("validation", (0, (4, 1.
 
 
 def learning(name: str, caption: str, columns: Sequence[Column]) -> Plot:
-    """Loss and accuracy by epoch, one column for each group of runs, on common axes."""
+    """Draw loss and accuracy by epoch, a column for each group of runs, on common axes."""
     runs = [run for column in columns for group in column.runs.values() for run in group]
     with styled():
         alone = len(columns) == 1  # loss and accuracy side by side
@@ -91,7 +91,7 @@ def learning(name: str, caption: str, columns: Sequence[Column]) -> Plot:
         grid[1, 0].set_ylabel("accuracy")
         handles = _handles(list(dict.fromkeys(norm for column in columns for norm in column.runs)), runs)
         figure.legend(handles=handles, loc="outside lower center", ncols=len(columns) + 2, columnspacing=1.3)
-    return Plot(name, caption, _told(columns), figure)
+    return Plot(name, caption, _describe(columns), figure)
 
 
 def _handles(norms: Sequence[str], runs: Sequence[Run]) -> list[Line2D]:
@@ -110,7 +110,11 @@ def _handles(norms: Sequence[str], runs: Sequence[Run]) -> list[Line2D]:
 
 
 def _curve(axes: Axes, norm: str, runs: Sequence[Run], curve: str, dashes: Any) -> list[float]:
-    """Draw the mean of the finished runs with its interval, and each other run by itself, thin, as far as it got."""
+    """Draw the mean of the finished runs with its interval, and each other run by itself as a thin line.
+
+    Returns:
+        The values drawn that a log axis can show.
+    """
     style = look(norm)
     line: dict[str, Any] = {"color": style.colour, "linestyle": dashes}
     finished = [getattr(run, curve) for run in runs if run.status == "finished" and run.epochs]
@@ -123,9 +127,9 @@ def _curve(axes: Axes, norm: str, runs: Sequence[Run], curve: str, dashes: Any) 
         every = max(1, longest // 5)
         axes.plot(epochs, mean, **line, marker=style.marker, markersize=3.6, markevery=every, zorder=3)
         if curve.endswith("loss"):
-            low = np.maximum(low, mean / 3)  # a t interval may cross 0, which a log axis has not
+            low = np.maximum(low, mean / 3)  # a t interval may cross 0, which a log axis cannot show
         else:
-            low, high = np.clip((low, high), 0, 1)  # nor is there an accuracy above 1
+            low, high = np.clip((low, high), 0, 1)  # an accuracy lies between 0 and 1
         axes.fill_between(epochs, low, high, color=style.colour, alpha=0.16, linewidth=0, zorder=2)
         drawn += mean.tolist()
     for run in runs:
@@ -145,12 +149,12 @@ def _tested(run: Run) -> bool:
 
 
 def _test_marker(axes: Axes, norm: str, runs: Sequence[Run], what: str) -> None:
-    """A hollow marker at the epoch whose weights were tested, mean over seeds."""
+    """Draw a hollow marker at the epoch whose weights were tested, mean over seeds."""
     tested = [run for run in runs if _tested(run)]
     estimate = mean_interval([getattr(run.test, what) for run in tested])
     if estimate.n:
-        at = sum(run.best_epoch or 0 for run in tested) / len(tested)
-        _point(axes, norm, (at, estimate.mean), yerr=_error(estimate), markersize=8.5, markerfacecolor="none")
+        epoch = sum(run.best_epoch or 0 for run in tested) / len(tested)
+        _point(axes, norm, (epoch, estimate.mean), yerr=_error(estimate), markersize=8.5, markerfacecolor="none")
 
 
 def _error(estimate: Estimate) -> list[list[float]] | None:
@@ -159,26 +163,26 @@ def _error(estimate: Estimate) -> list[list[float]] | None:
     return [[estimate.mean - estimate.low], [estimate.high - estimate.mean]]
 
 
-def _point(axes: Axes, norm: str, at: tuple[float, float], **how: Any) -> None:
+def _point(axes: Axes, norm: str, at: tuple[float, float], **options: Any) -> None:
     style = look(norm)
-    options = {"markeredgewidth": 1.6, "capsize": 2.5, "linewidth": 1.3, "zorder": 5, **how}
+    options = {"markeredgewidth": 1.6, "capsize": 2.5, "linewidth": 1.3, "zorder": 5, **options}
     axes.errorbar(*at, color=style.colour, marker=style.marker, **options)
 
 
 _OFF_SCALE = 4
-"""A curve that lies this many times above all training losses would flatten the rest: it is named instead."""
+"""A curve this many times above all training losses would flatten the rest. It is named instead."""
 
 
 def _log_axis(row: Sequence[Axes], losses: Sequence[dict[str, list[float]]]) -> None:
-    """Ticks at round numbers near enough to be read, not at powers of ten alone."""
-    every = [(name, curve) for curves in losses for name, curve in curves.items()]
-    limit = _OFF_SCALE * max((max(curve) for name, curve in every if name.endswith("train")), default=math.inf)
-    shown = [value for _, curve in every if min(curve) <= limit for value in curve] or [0.1, 1.0]
-    crowded = any(min(curve) > limit for _, curve in every)
+    """Make loss axes logarithmic, with ticks at round numbers close enough to be read."""
+    all_curves = [(name, curve) for curves in losses for name, curve in curves.items()]
+    limit = _OFF_SCALE * max((max(curve) for name, curve in all_curves if name.endswith("train")), default=math.inf)
+    shown = [value for _, curve in all_curves if min(curve) <= limit for value in curve] or [0.1, 1.0]
+    crowded = any(min(curve) > limit for _, curve in all_curves)
     low, high = 0.85 * min(shown), (1.35 if crowded else 1.18) * max(shown)
     ratio = high / low
-    near, far = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7), (1, 2, 3, 5)), ((1, 3), (1,))
-    steps: tuple[float, ...] = near[ratio >= 5] if ratio < 40 else far[ratio >= 1e4]
+    by_ratio = (5, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)), (40, (1, 2, 3, 5)), (1e4, (1, 3))
+    steps: Sequence[float] = next((steps for most, steps in by_ratio if ratio < most), (1,))
     ticks = [step * 10.0**power for power in range(-9, 12) for step in steps if low <= step * 10.0**power <= high]
     for axes, curves in zip(row, losses, strict=True):
         axes.set_yscale("log")
@@ -194,8 +198,8 @@ def _log_axis(row: Sequence[Axes], losses: Sequence[dict[str, list[float]]]) -> 
             )  # fmt: skip
 
 
-def _told(columns: Sequence[Column]) -> str:
-    """What the curves show, in words."""
+def _describe(columns: Sequence[Column]) -> str:
+    """Describe the curves in words."""
     parts = []
     for column in columns:
         ends = []
@@ -210,12 +214,12 @@ def _told(columns: Sequence[Column]) -> str:
 
 
 def data(fraction: float) -> str:
-    """The share of the training data in words."""
+    """Return the share of the training data in words."""
     return "all data" if fraction == 1 else f"{100 * fraction:g} % of the data"
 
 
 def differences(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot | None:
-    """BLN minus BN and BLN minus LN with their intervals, a panel for each measure; None without a pair."""
+    """Draw BLN minus BN and BLN minus LN with intervals, a panel for each measure; ``None`` without a pair."""
     rows = [
         (setting, rival)
         for setting in settings
@@ -258,7 +262,7 @@ def differences(name: str, caption: str, summary: Summary, settings: Sequence[Se
 
 
 _FAR = 15
-"""A difference this many times the middle one would flatten the rest: an arrow points to it."""
+"""A difference this many times the median would flatten the rest. An arrow points to it instead."""
 
 
 def _arrow(axes: Axes, norm: str, value: float, at: float) -> None:
@@ -271,7 +275,7 @@ def _arrow(axes: Axes, norm: str, value: float, at: float) -> None:
 
 
 def configurations(name: str, caption: str, summary: Summary, settings: Sequence[Setting]) -> Plot | None:
-    """Our test loss of each configuration against the authors'; None if there is nothing to compare."""
+    """Draw our test loss of each configuration against the authors'; ``None`` if there is nothing to compare."""
     theirs = {setting: searched(authors(), setting._replace(protocol="paper")) for setting in settings}
     panels = [setting for setting in settings if theirs[setting] and searched(summary, setting)]
     if not panels:
@@ -305,31 +309,31 @@ def configurations(name: str, caption: str, summary: Summary, settings: Sequence
 
 
 def _centred(run: Run) -> dict[str, float]:
-    """The test losses without what all configurations of a run share: its weights are good or bad for all of them."""
+    """Return test losses minus their mean: how good a run's weights are shows in all its configurations alike."""
     losses = {config: score.loss for config, score in run.test_configurations.items()}
     known = [loss for loss in losses.values() if not math.isnan(loss)]
     return {config: loss - sum(known) / len(known) if known else math.nan for config, loss in losses.items()}
 
 
 Points = Mapping[str, Mapping[int, Estimate]]
-"""An estimate for each norm and batch size."""
+"""Estimates by norm and batch size."""
 
 
 def sizes_of(points: Points) -> list[int]:
-    """The batch sizes that have an estimate."""
-    return sorted({size for each in points.values() for size in each})
+    """Return the batch sizes that have an estimate."""
+    return sorted({size for by_size in points.values() for size in by_size})
 
 
-def batch_sizes(name: str, caption: str, points: Points, called: Mapping[str, str] | None = None) -> Plot:
-    """Test accuracy against batch size, one line for each norm, called by these names or as everywhere."""
-    sizes, told = sizes_of(points), []
+def batch_sizes(name: str, caption: str, points: Points, names: Mapping[str, str] | None = None) -> Plot:
+    """Draw test accuracy against batch size, a line for each norm; ``names`` replace those of the looks."""
+    sizes, described = sizes_of(points), []
     with styled():
         figure = Figure(figsize=(_WIDTH, 3.7))
         axes = figure.add_subplot()
-        for at, (norm, found) in enumerate(points.items()):
+        for at, (norm, by_size) in enumerate(points.items()):
             style = look(norm)
-            style = style._replace(name=(called or {}).get(norm, style.name))
-            known = {size: estimate for size, estimate in sorted(found.items()) if estimate.n}
+            style = style._replace(name=(names or {}).get(norm, style.name))
+            known = {size: estimate for size, estimate in sorted(by_size.items()) if estimate.n}
             shift = 1.03 ** (at - (len(points) - 1) / 2)  # error bars side by side
             error = [
                 _error(estimate) or [[math.nan], [math.nan]] for estimate in known.values()
@@ -340,11 +344,11 @@ def batch_sizes(name: str, caption: str, points: Points, called: Mapping[str, st
                 markersize=10 if style.marker == "*" else 6, capsize=2.5, label=style.name,
             )  # fmt: skip
             words = ", ".join(f"{estimate.mean:.2f} at {size}" for size, estimate in known.items())
-            told.append(f"{style.name}: {words or 'no finished run'}")
+            described.append(f"{style.name}: {words or 'no finished run'}")
         _size_axis(axes, sizes)
         axes.set(xlabel="batch size", ylabel="test accuracy")
         figure.legend(loc="outside lower center", ncols=2 if len(points) < 5 else 3)
-    return Plot(name, caption, "Test accuracy against batch size. " + "; ".join(told) + ".", figure)
+    return Plot(name, caption, "Test accuracy against batch size. " + "; ".join(described) + ".", figure)
 
 
 def _size_axis(axes: Axes, sizes: Sequence[int]) -> None:
@@ -354,27 +358,26 @@ def _size_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def margins(
-    name: str, caption: str, norm: str, found: Mapping[int, tuple[str, Estimate]], margin: float,
-    called: str,
-) -> Plot:  # fmt: skip
-    """Differences to a rival in test accuracy against batch size, in points; between the dotted lines lies "level"."""
-    told = []
+    name: str, caption: str, norm: str, differences: Mapping[int, tuple[str, Estimate]], margin: float, norm_name: str
+) -> Plot:
+    """Draw differences to rivals in test accuracy, in points, against batch size; dotted lines mark the margin."""
+    described = []
     with styled():
         figure = Figure(figsize=(_WIDTH, 2.9))
         axes = figure.add_subplot()
         axes.axhline(0, color=INK, linewidth=1, zorder=1)
         for bound in (-margin, margin):
             axes.axhline(100 * bound, color=FAINT, linewidth=1, linestyle=":", zorder=1)
-        for size, (rival, estimate) in found.items():
+        for size, (rival, estimate) in differences.items():
             points = estimate.times(100)
             _point(axes, norm, (size, points.mean), yerr=_error(points), markersize=7)
             axes.annotate(
                 look(rival).name, (size, 1), (0, 2), xycoords=axes.get_xaxis_transform(),
                 textcoords="offset points", ha="center", va="bottom", fontsize=8.5, color=INK,
             )  # fmt: skip
-            told.append(f"{points.mean:+.1f} against {look(rival).name} at {size}".replace("-", _MINUS))
-        _size_axis(axes, sorted(found))
-        if len(found) > 1:
-            axes.set_xlim(min(found) / 1.4, max(found) * 1.4)
-        axes.set(xlabel="batch size", ylabel=f"{called}\nminus the best other, points")
-    return Plot(name, caption, f"Differences in test accuracy, in points: {'; '.join(told)}.", figure)
+            described.append(f"{points.mean:+.1f} against {look(rival).name} at {size}".replace("-", _MINUS))
+        _size_axis(axes, sorted(differences))
+        if len(differences) > 1:
+            axes.set_xlim(min(differences) / 1.4, max(differences) * 1.4)
+        axes.set(xlabel="batch size", ylabel=f"{norm_name}\nminus the best other, points")
+    return Plot(name, caption, f"Differences in test accuracy, in points: {'; '.join(described)}.", figure)

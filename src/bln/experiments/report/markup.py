@@ -1,42 +1,45 @@
-"""HTML in small pieces: text is escaped where it becomes :class:`Html`, and nowhere else."""
+"""The markup of reports: HTML from escaped text, Markdown tables, and the files of a page."""
 
 from __future__ import annotations
 
 import html
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from .style import Plot, variables
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is markup already, and is not escaped again."""
 
     __slots__ = ()
 
 
 def safe(value: str) -> Html:
-    """Markup as it is, and other text escaped."""
+    """Escape text, and leave markup as it is."""
     return value if isinstance(value, Html) else Html(html.escape(value))
 
 
 def tag(name: str, *content: str, **attributes: str) -> Html:
-    """An element; ``class_`` is its class, underscores in names become hyphens.
+    """Return an element; ``class_`` is its class, and underscores in names become hyphens.
 
     >>> tag("p", "1 < 2", class_="note")
     '<p class="note">1 &lt; 2</p>'
     """
-    given = "".join(f' {key.rstrip("_").replace("_", "-")}="{html.escape(value)}"' for key, value in attributes.items())
-    return Html(f"<{name}{given}>{''.join(map(safe, content))}</{name}>")
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(value)}"' for key, value in attributes.items()
+    )
+    return Html(f"<{name}{written}>{''.join(map(safe, content))}</{name}>")
 
 
 def join(parts: Iterable[str], between: str = "\n") -> Html:
-    """Several pieces, one after the other."""
+    """Join pieces into one."""
     return Html(between.join(map(safe, parts)))
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], class_: str = "") -> Html:
-    """A table in a box of its own, which scrolls where the page is narrower. A cell may be a ``<td>`` already."""
+    """Return a table in a box that scrolls where the page is narrower. A cell may be a ``<td>`` already."""
 
     def cell(value: str) -> Html:
         return Html(value) if isinstance(value, Html) and value.startswith("<td") else tag("td", value)
@@ -48,12 +51,12 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], clas
 
 
 def scrolling(content: Html, label: str) -> Html:
-    """A box that scrolls sideways, by keyboard too."""
+    """Return a box that scrolls sideways, by keyboard too."""
     return tag("div", content, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
 def figure(plot: Plot) -> Html:
-    """A figure with its caption and, for those who do not see it, its description."""
+    """Return a figure with its caption and a description for screen readers."""
     width = 72 * plot.figure.get_figwidth()
     svg = plot.inline().replace("<svg ", f'<svg role="img" aria-label="{html.escape(plot.alt)}" id="{plot.name}" ', 1)
     svg = svg.replace("<svg ", f'<svg style="max-width:{1.6 * width:.0f}px" ', 1)
@@ -63,7 +66,7 @@ def figure(plot: Plot) -> Html:
 
 
 def badge(word: str) -> Html:
-    """A verdict: a sign, a word and a colour, so that none of them is needed."""
+    """Return a verdict as sign, word and colour, each of which tells it alone."""
     kind = next((kind for kind, words in _KINDS.items() if word in words), "open")
     return tag("span", f"{_SIGNS[kind]} {word}", class_=f"badge {kind}")
 
@@ -76,18 +79,18 @@ _SIGNS = {"good": "✓", "bad": "✗", "mixed": "◐", "open": "?"}
 
 
 _CODE = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
-_TOGETHER = re.compile(r"[\d.] ± [\d.]+|[\d.] \[\S?[\d.]+, \S?[\d.]+\]|\d %|\bk = \d")
+_UNBROKEN = re.compile(r"[\d.] ± [\d.]+|[\d.] \[\S?[\d.]+, \S?[\d.]+\]|\d %|\bk = \d")
 
 
-def together(page: str) -> str:
-    """Return a page with no line break inside of a number and its interval."""
+def unbroken(page: str) -> str:
+    """Return a page without line breaks between a number and its interval or unit."""
     parts = _CODE.split(page)
-    parts[::2] = [_TOGETHER.sub(lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), part) for part in parts[::2]]
+    parts[::2] = [_UNBROKEN.sub(lambda match: match[0].replace(" ", "\N{NO-BREAK SPACE}"), part) for part in parts[::2]]
     return "".join(parts)
 
 
 def document(title: str, body: str) -> str:
-    """The whole page. It loads nothing."""
+    """Return a whole page, which loads nothing."""
     css = _CSS.replace("LIGHT", variables(dark=False)).replace("DARK", variables(dark=True))
     head = join(
         [
@@ -99,8 +102,33 @@ def document(title: str, body: str) -> str:
             tag("style", Html(css)),
         ]
     )
-    main = together(tag("main", body))
+    main = unbroken(tag("main", body))
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{main}\n</body>\n</html>\n'
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def listed(words: Sequence[object]) -> str:
+    """Join words by commas and a last *and*.
+
+    >>> listed([1, 4, 32])
+    '1, 4 and 32'
+    """
+    *firsts, last = map(str, words) if words else [""]
+    return f"{', '.join(firsts)} and {last}" if firsts else last
+
+
+def save(path: Path, text: str, plots: Iterable[Plot]) -> Path:
+    """Write a page, and its figures to the folder ``figures`` as PNG and SVG; return the page's path."""
+    figures = path.parent / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    for plot in plots:
+        plot.save(figures)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 _CSS = """

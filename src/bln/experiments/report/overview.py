@@ -1,4 +1,4 @@
-"""One line for each norm in each setting: what was run, and how it ended."""
+"""The table of results: a line for each norm in each setting, and the runs that are missing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TITLES = {
     "digits-rnn": "RNN on handwritten digits",
 }
 PAPER = {(0.2, 25): ("bln", "bn", "ln"), (0.2, 1): ("bln", "bn", "ln"), (1.0, 25): ("bln",)}
-"""What the paper ran of each of its two tasks: share of the data, batch size, norms."""
+"""The runs of the paper, of each of its two tasks: norms by share of the data and batch size."""
 
 
 class Line(NamedTuple):
-    """Cells of the table, as text."""
+    """The cells of a line, as text."""
 
     task: str
     protocol: str
@@ -49,7 +49,7 @@ HEADINGS = Line(
 
 
 def lines(summary: Summary, *tasks: str) -> Iterator[Line]:
-    """The table, task by task; of all tasks if none is named."""
+    """Yield the lines of these tasks; of all tasks if none is named."""
     for task in tasks or TASKS:
         for setting in summary.settings(task):
             for norm in summary.norms(setting):
@@ -59,12 +59,12 @@ def lines(summary: Summary, *tasks: str) -> Iterator[Line]:
 def _line(runs: list[Run]) -> Line:
     setting, norm = runs[0].setting, runs[0].norm
     finished = [run for run in runs if run.status == "finished"]
-    figures = (mean_interval([measure.of(run) for run in finished]) for measure in (TRAIN_ACCURACY, TEST_ACCURACY))
-    loss = mean_interval([TEST_LOSS.of(run) for run in finished])
+    train, test, loss = (
+        mean_interval([measure.of(run) for run in finished]) for measure in (TRAIN_ACCURACY, TEST_ACCURACY, TEST_LOSS)
+    )
     theirs = authors().select(setting._replace(protocol="paper"), norm)
     seconds = [second for run in runs for second in run.seconds if second == second]
     memory = [run.memory_mib for run in runs if run.memory_mib == run.memory_mib]
-    train, test = (figure.plus_minus() if figure.n else "" for figure in figures)
     return Line(
         kind(setting.task),
         setting.protocol,
@@ -72,8 +72,8 @@ def _line(runs: list[Run]) -> Line:
         str(setting.batch_size),
         look(norm).name,
         state(runs),
-        train,
-        test,
+        train.plus_minus() if train.n else "",
+        test.plus_minus() if test.n else "",
         f"{theirs[0].test.accuracy:.3f}" if theirs and theirs[0].test else "",
         loss.plus_minus() if loss.n else "",
         chosen(finished),
@@ -84,12 +84,12 @@ def _line(runs: list[Run]) -> Line:
 
 
 def kind(task: str) -> str:
-    """What kind of net a task is about."""
+    """Return the kind of net of a task."""
     return TITLES[task].partition(" on ")[0]
 
 
 def state(runs: list[Run]) -> str:
-    """How many runs are over, and how: ``4 finished, 1 diverged, 1 running (epoch 3)``."""
+    """Count runs by status: ``4 finished, 1 diverged, 1 running (epoch 3)``."""
     counts = Counter(run.status for run in runs)
     parts = [f"{counts[status]} {status}" for status in ("finished", "diverged") if counts[status]]
     running = [str(run.epochs) for run in runs if run.status == "running"]
@@ -99,7 +99,7 @@ def state(runs: list[Run]) -> str:
 
 
 def chosen(runs: list[Run]) -> str:
-    """The configurations chosen on validation, the most frequent first: ``TTFF 3, FTFF 2``."""
+    """Count the configurations chosen on validation, the most frequent first: ``TTFF 3, FTFF 2``."""
     counts = Counter(run.chosen for run in runs if run.chosen).most_common()
     if len(counts) == 1:
         return str(counts[0][0])
@@ -107,18 +107,18 @@ def chosen(runs: list[Run]) -> str:
 
 
 def missing(summary: Summary) -> list[str]:
-    """What the paper ran that this summary lacks, in words."""
-    out = []
+    """Return a phrase for each setting of the paper with norms that this summary lacks."""
+    gaps = []
     for task in ("cnn", "rnn"):
         for protocol in summary.protocols(task) or ["paper"]:
             for (fraction, batch), norms in PAPER.items():
                 setting = Setting(task, protocol, fraction, batch)
                 states = {norm: {run.status for run in summary.select(setting, norm)} for norm in norms}
-                absent = [look(norm).name for norm, found in states.items() if not found]
-                pending = [look(norm).name for norm, found in states.items() if found == {"running"}]
+                absent = [look(norm).name for norm, statuses in states.items() if not statuses]
+                pending = [look(norm).name for norm, statuses in states.items() if statuses == {"running"}]
                 where = f"{TITLES[task]}, {100 * fraction:g} % of the data, batch {batch}, protocol {protocol}"
                 if absent:
-                    out.append(f"{where}: {', '.join(absent)} not run")
+                    gaps.append(f"{where}: {', '.join(absent)} not run")
                 if pending:
-                    out.append(f"{where}: {', '.join(pending)} still running")
-    return out
+                    gaps.append(f"{where}: {', '.join(pending)} still running")
+    return gaps

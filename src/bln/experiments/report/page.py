@@ -1,4 +1,4 @@
-"""Writes the HTML page of the report, section by section."""
+"""The HTML page of the paper's experiments, section by section."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from . import figures
-from .claims import CLAIMS, PROTOCOLS, RULES, Part, Verdict, judge, outcome, overall, searched
+from .claims import CLAIMS, PROTOCOLS, RULES, ClaimPart, judge, outcome, overall, searched, tally
 from .compare import MEASURES, difference, ended
 from .figures import Column, data
 from .markup import Html, badge, document, figure, join, safe, table, tag
@@ -22,11 +22,11 @@ _PART = {(0.2, 25): "part A: ", (1.0, 25): "part B: "}
 _STATISTICS = ("E_B", "Std_B", "E_F", "Std_F")
 
 Show = Callable[[Plot | None], Html]
-"""Puts a figure into the page and remembers it."""
+"""Returns the markup of a figure, and notes the figure as one of the page's."""
 
 
 def make(summary: Summary) -> tuple[str, list[Plot]]:
-    """The page, and the figures it shows."""
+    """Return the page and the figures it shows."""
     plots: list[Plot] = []
 
     def show(plot: Plot | None) -> Html:
@@ -83,7 +83,7 @@ _WORDS = (
     "which statistics BLN uses in inference: T the population's, kept from training, F the current mini-batch's. The "
     "order is E_B, Std_B (mean and deviation over the mini-batch), E_F, Std_F (mean and deviation over features)."
 )
-"""Each abbreviation, once."""
+"""The abbreviations of the page."""
 
 
 def _verdicts(summary: Summary, protocols: Sequence[str]) -> Html:
@@ -99,10 +99,9 @@ def _verdicts(summary: Summary, protocols: Sequence[str]) -> Html:
     for protocol, parts in judged.items():
         rows = []
         for claim, text in CLAIMS.items():
-            own = [part for part in parts if part.claim == claim]
-            counts = Counter(part.verdict for part in own)
-            words = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
-            rows.append([tag("b", str(claim)), text, join([badge(overall(own)), tag("small", words)])])
+            parts_of_claim = [part for part in parts if part.claim == claim]
+            verdict = join([badge(overall(parts_of_claim)), tag("small", tally(parts_of_claim))])
+            rows.append([tag("b", str(claim)), text, verdict])
         caption = f"Protocol {protocol}. A claim is split into parts that figures can decide; details and rules below."
         blocks.append(table(caption, ["", "claim", "verdict, and its parts"], rows, "overview"))
     return join(blocks)
@@ -146,21 +145,21 @@ def _slug(*parts: object) -> str:
 
 
 def _curves(summary: Summary, task: str, protocol: str) -> Iterator[Plot]:
-    """Figures 4 and 6, one for each setting."""
+    """Yield figures 4 and 6, one for each setting."""
     paper = _PAPER_FIGURE[task]
     for setting in summary.settings(task, protocol):
         ours = _by_norm(summary, setting)
         columns = [Column(f"ours, {_count(ours)}", ours)]
         theirs = _by_norm(authors(), setting._replace(protocol="paper"))
-        beside = any(run.epochs for runs in theirs.values() for run in runs)
-        if beside:
+        logged = any(run.epochs for runs in theirs.values() for run in runs)
+        if logged:
             columns.append(Column("authors, one seed", theirs))
         caption = (
             f"Figure {paper}, {TITLES[task]}, {data(setting.fraction)}, batch {setting.batch_size}, protocol "
             f"{protocol}. Shaded: 95 % t interval of the mean over seeds. Hollow markers: test set, with the weights "
             "of the epoch with the lowest validation loss. Validation of BLN is under FFFF."
         )
-        if not beside:
+        if not logged:
             caption += " The authors' curves of this setting are not known."
         name = _slug(f"figure-{paper}", task, protocol, f"{100 * setting.fraction:g}pct", "batch", setting.batch_size)
         yield figures.learning(name, caption, columns)
@@ -183,10 +182,11 @@ def _differences(summary: Summary, task: str, protocol: str, show: Show) -> Iter
         for rival in ("bn", "ln"):
             if not (ended(summary, setting, "bln") and ended(summary, setting, rival)):
                 continue
-            found = [difference(summary, setting, "bln", rival, measure) for measure in MEASURES]
-            pairs = found[0].estimate.n + found[0].diverged
-            remark = f"{found[0].diverged} of {pairs} with a run that diverged" if found[0].diverged else str(pairs)
-            cells = [each.estimate.text(signed=True) if each.estimate.n else "" for each in found]
+            differences = [difference(summary, setting, "bln", rival, measure) for measure in MEASURES]
+            estimates, diverged = [measured.estimate for measured in differences], differences[0].diverged
+            pairs = estimates[0].n + diverged
+            remark = f"{diverged} of {pairs} with a run that diverged" if diverged else str(pairs)
+            cells = [estimate.text(signed=True) if estimate.n else "" for estimate in estimates]
             if pairs == 1:
                 remark += ", no interval"
             where = f"{100 * setting.fraction:g} %, batch {setting.batch_size}"
@@ -199,7 +199,7 @@ def _differences(summary: Summary, task: str, protocol: str, show: Show) -> Iter
 
 
 def _configurations(summary: Summary, task: str, protocol: str, show: Show) -> Iterator[Html]:
-    """Tables 1 and 2."""
+    """Yield a figure and tables 1 and 2."""
     settings = sorted(
         {*summary.settings(task, protocol), *(Setting(task, protocol, *key) for key in PAPER)},
         key=lambda setting: (-setting.batch_size, setting.fraction),
@@ -213,7 +213,7 @@ def _configurations(summary: Summary, task: str, protocol: str, show: Show) -> I
     yield show(figures.configurations(_slug("configurations", task, protocol), caption, summary, settings))
     for setting in settings:
         validated = _validated(summary, setting)
-        if validated and not searched(summary, setting):  # the test set was for the chosen one alone
+        if validated and not searched(summary, setting):  # only the chosen configuration was tested
             yield tag("h4", f"{data(setting.fraction)}, batch {setting.batch_size}")
             yield _ranked(validated, opened=False)
         else:
@@ -233,15 +233,15 @@ _NOTES = (
 
 def _configuration_table(summary: Summary, setting: Setting, title: str) -> Html:
     runs = searched(summary, setting)
-    found = searched(authors(), setting._replace(protocol="paper"))
-    theirs = found[0].test_configurations if found else {}
+    logged = searched(authors(), setting._replace(protocol="paper"))
+    theirs = logged[0].test_configurations if logged else {}
     where = f"{title}{data(setting.fraction)}, batch {setting.batch_size}. "
     if not (runs or theirs):
         return tag("p", where + "Not run.", class_="note")
     ours = {config: _mean_score(runs, config) for config in CONFIGURATIONS}
     leading = theirs or ours
-    ranks = {config: at for at, config in enumerate(sorted(CONFIGURATIONS, key=lambda c: _last(ours[c].loss)), 1)}
-    order = sorted(leading, key=lambda config: _last(leading[config].loss))
+    ranks = {config: at for at, config in enumerate(sorted(CONFIGURATIONS, key=lambda c: _nan_last(ours[c].loss)), 1)}
+    order = sorted(leading, key=lambda config: _nan_last(leading[config].loss))
     votes = Counter(run.chosen for run in runs)
     rows = []
     for at, config in enumerate(order, 1):
@@ -263,7 +263,8 @@ def _configuration_table(summary: Summary, setting: Setting, title: str) -> Html
     return table(text, head, rows, "configurations")
 
 
-def _last(loss: float) -> float:
+def _nan_last(loss: float) -> float:
+    """Return a key for sorting that puts NaN last."""
     return math.inf if math.isnan(loss) else loss
 
 
@@ -272,27 +273,27 @@ def _switch(letter: str) -> Html:
 
 
 def _mean_score(runs: Sequence[Run], config: str) -> Score:
-    """Mean test loss and accuracy over seeds; NaN if any seed's is: such a configuration cannot be used."""
+    """Return mean test loss and accuracy over seeds. One seed's NaN makes it NaN: the configuration is unusable."""
     scores = [run.test_configurations[config] for run in runs]
     losses, accuracies = zip(*scores, strict=True) if scores else ([math.nan], [math.nan])
     return Score(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
 
 
 def _agreement(runs: Sequence[Run], ours: dict[str, Score], theirs: dict[str, Score]) -> str:
-    """How far our ranking is the authors', of the means and of each seed."""
+    """Say how far our ranking agrees with the authors', of the means and of each seed."""
     seeds = f"Ours: mean over {len(runs)} seeds. " if len(runs) > 1 else "Ours: one seed. "
     if not theirs:
         return seeds
     other = [theirs[config].loss for config in CONFIGURATIONS]
-    found = agreement([ours[config].loss for config in CONFIGURATIONS], other)
-    if math.isnan(found.spearman):
+    of_means = agreement([ours[config].loss for config in CONFIGURATIONS], other)
+    if math.isnan(of_means.spearman):
         return seeds + "The rankings cannot be compared: too few losses are numbers."
-    each = [agreement([run.test_configurations[c].loss for c in CONFIGURATIONS], other).spearman for run in runs]
-    each = [value for value in each if not math.isnan(value)]
-    text = f"Rank correlation of the test losses with the authors': Spearman {number(found.spearman, digits=2)}"
-    if len(each) > 1:
-        text += f" (single seeds {number(min(each), digits=2)} to {number(max(each), digits=2)})"
-    return seeds + text + f", Kendall {number(found.kendall, digits=2)}, over {found.n} configurations."
+    by_seed = [agreement([run.test_configurations[c].loss for c in CONFIGURATIONS], other).spearman for run in runs]
+    by_seed = [value for value in by_seed if not math.isnan(value)]
+    text = f"Rank correlation of the test losses with the authors': Spearman {number(of_means.spearman, digits=2)}"
+    if len(by_seed) > 1:
+        text += f" (single seeds {number(min(by_seed), digits=2)} to {number(max(by_seed), digits=2)})"
+    return seeds + text + f", Kendall {number(of_means.kendall, digits=2)}, over {of_means.n} configurations."
 
 
 def _resnet(summary: Summary) -> Iterator[Plot]:
@@ -300,7 +301,7 @@ def _resnet(summary: Summary) -> Iterator[Plot]:
         settings = summary.settings("resnet", protocol)
         for fraction in sorted({setting.fraction for setting in settings}):
             same = [setting for setting in settings if setting.fraction == fraction]
-            broken = [
+            diverged = [
                 f"{look(run.norm).name} at batch {run.setting.batch_size} (seed {run.seed})"
                 for run in summary.runs
                 if run.setting in same and run.status == "diverged"
@@ -309,7 +310,7 @@ def _resnet(summary: Summary) -> Iterator[Plot]:
                 f"Test accuracy against batch size, {TITLES['resnet']}, {data(fraction)}, protocol {protocol}. 95 % t "
                 "intervals where "
             )
-            caption += "there are several seeds." + (f" Diverged: {', '.join(broken)}." if broken else "")
+            caption += "there are several seeds." + (f" Diverged: {', '.join(diverged)}." if diverged else "")
             points = {
                 norm: {
                     setting.batch_size: mean_interval(
@@ -337,12 +338,12 @@ def _digits(summary: Summary, task: str, show: Show) -> Iterator[Html]:
             yield table(
                 "Test accuracy ± 95 % t interval over seeds.", ["", *(c.title for c in columns)], rows, "results"
             )
-            found = filter(None, (_validated(summary, setting) for setting in same))
-            yield from (_ranked(runs, opened=at == 0) for at, runs in enumerate(found))
+            validated = filter(None, (_validated(summary, setting) for setting in same))
+            yield from (_ranked(runs, opened=at == 0) for at, runs in enumerate(validated))
 
 
 def _validated(summary: Summary, setting: Setting) -> list[Run]:
-    """The finished BLN runs whose 16 configurations were compared on validation data."""
+    """Return the finished BLN runs whose 16 configurations were compared on validation data."""
     runs = summary.select(setting, "bln")
     return [run for run in runs if run.status == "finished" and run.validation_configurations]
 
@@ -355,13 +356,13 @@ def _accuracy(runs: Sequence[Run]) -> str:
 
 
 def _ranked(runs: Sequence[Run], opened: bool) -> Html:
-    """The 16 by validation loss, as a search ranks them, in a box to open and close."""
+    """Return the 16 configurations by validation loss, as a search ranks them, in a box to open and close."""
 
     def mean(part: str, config: str, what: str) -> float:
         tables = [getattr(run, f"{part}_configurations") for run in runs]
         return sum(getattr(scores[config], what) for scores in tables) / len(tables) if all(tables) else math.nan
 
-    order = sorted(CONFIGURATIONS, key=lambda config: _last(mean("validation", config, "loss")))
+    order = sorted(CONFIGURATIONS, key=lambda config: _nan_last(mean("validation", config, "loss")))
     parts = ["validation", "test"] if all(run.test_configurations for run in runs) else ["validation"]
     shown = [(part, what) for part in parts for what in ("loss", "accuracy")]
     rows = [
@@ -386,9 +387,9 @@ def _claims(summary: Summary, protocol: str, several: bool) -> Html:
     ours, theirs = judge(summary, protocol), judge(authors())
     for claim, text in CLAIMS.items():
         rows: dict[str, dict[str, Html]] = {}
-        for part, their in zip(ours, theirs, strict=True):
+        for part, their_part in zip(ours, theirs, strict=True):
             if part.claim == claim:
-                rows.setdefault(part.row, {})[part.column] = _verdict(part, their)
+                rows.setdefault(part.row, {})[part.column] = _verdict(part, their_part)
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
         body = [[row, *(cells.get(column, Html("")) for column in columns)] for row, cells in rows.items()]
         blocks.append(tag("h3", f"Claim {claim}"))
@@ -396,8 +397,8 @@ def _claims(summary: Summary, protocol: str, several: bool) -> Html:
     return join(blocks)
 
 
-def _verdict(part: Part, their: Part) -> Html:
-    small = [part.figure, f"({part.note})" if part.note else "", f"authors {their.figure}" if their.figure else ""]
+def _verdict(part: ClaimPart, theirs: ClaimPart) -> Html:
+    small = [part.effect, f"({part.note})" if part.note else "", f"authors {theirs.effect}" if theirs.effect else ""]
     return join([badge(part.verdict.value), *(tag("small", line) for line in small if line)], "")
 
 

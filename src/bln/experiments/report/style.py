@@ -1,4 +1,4 @@
-"""Colours and fonts of figures; a figure as a file, or as a part of a page."""
+"""The style of figures: colours and markers of norms, fonts; figures as files and inside a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 
 class Look(NamedTuple):
-    """How a norm is drawn, the same in every figure: by colour, marker and name."""
+    """The name, colour and marker of a norm, the same in every figure."""
 
     name: str
     colour: str
@@ -27,7 +27,7 @@ class Look(NamedTuple):
 
 
 LOOKS = {
-    # Okabe and Ito's palette: told apart by colour-blind readers, and markers differ too.
+    # Okabe and Ito's palette, which colour-blind readers can tell apart; markers differ, too.
     "bln": Look("BLN", "#0072b2", "#4aa8e0", "o"),
     "bln-grouped": Look("BLN grouped", "#5b2a86", "#c39bea", "h"),
     "bln-g1": Look("BLN, 1 group", "#3b0f70", "#d9b8ff", "<"),
@@ -44,13 +44,13 @@ LOOKS = {
 }
 INK, FAINT, GRID = "#1f2328", "#636c76", "#d5d9de"
 PAIRS = {"TT": "#332288", "FT": "#44aa99", "FF": "#999933", "TF": "#882255"}
-"""Colours of E_B and Std_B, none of them a norm's."""
+"""Colours of the choices of E_B and Std_B, none of them a norm's."""
 _DARK = {
     **{INK: "#e6e9ee", FAINT: "#9aa4af", GRID: "#3a4048"},
     **dict(zip(PAIRS.values(), ("#a596f5", "#5fd0bd", "#cfcf55", "#e07aa8"), strict=True)),
     **{look.colour: look.dark for look in LOOKS.values()},
 }
-"""What each colour becomes on a dark page."""
+"""The colours of a dark page by those of a light one."""
 
 _STYLE = {
     "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10, "axes.labelsize": 9.5, "legend.fontsize": 9,
@@ -60,19 +60,19 @@ _STYLE = {
     "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.7,
     "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white",
     "axes.facecolor": "none", "axes.unicode_minus": True,
-    "svg.fonttype": "path",  # the same on every machine, whatever fonts it has
+    "svg.fonttype": "path",  # looks the same whatever fonts a machine has
     "figure.constrained_layout.use": True,
 }  # fmt: skip
 
 
 def look(norm: str) -> Look:
-    """How a norm is drawn; grey, by its own name, if it is not one of ours."""
+    """Return the look of a norm; grey, under its own name, if it has none."""
     return LOOKS.get(norm, LOOKS["none"]._replace(name=norm))
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure, the name of its files, and the text for those who do not see it."""
+    """A figure with the name of its files, a caption, and a description for screen readers."""
 
     name: str
     caption: str
@@ -80,21 +80,21 @@ class Plot:
     figure: Figure
 
     def save(self, folder: Path) -> None:
-        """Write it as PNG and SVG, on white."""
+        """Write the figure as PNG and SVG, on white."""
         (folder / f"{self.name}.svg").write_text(self._svg, encoding="utf-8")
         with self._style():
             self.figure.savefig(folder / f"{self.name}.png", dpi=200, metadata={"Software": None})
 
     def inline(self) -> str:
-        """An ``<svg>`` for a page whose style sheet has :func:`variables`: it follows the page from light to dark."""
+        """Return an ``<svg>`` that follows a page from light to dark, if its style sheet has :func:`variables`."""
         svg = self._svg[self._svg.index("<svg") :]
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
         svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
-        svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # nothing refers to these
-        own = f"f{zlib.crc32(self.name.encode()):x}-"  # several figures share the page, and with it the names
-        svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{own}", svg)
+        svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # no reference needs these
+        prefix = f"f{zlib.crc32(self.name.encode()):x}-"  # ids must be unique on a page of several figures
+        svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
         svg = svg.replace("fill: #ffffff", "fill: none")
-        svg = re.sub("#[0-9a-f]{6}", lambda found: f"var(--c{found[0][1:]})" if found[0] in _DARK else found[0], svg)
+        svg = re.sub("#[0-9a-f]{6}", lambda match: f"var(--c{match[0][1:]})" if match[0] in _DARK else match[0], svg)
         return svg.rstrip()
 
     @cached_property
@@ -102,22 +102,22 @@ class Plot:
         text = io.StringIO()
         with self._style():
             self.figure.savefig(text, format="svg", metadata={"Date": None})
-        self.figure.set_layout_engine("none")  # it is laid out now
+        self.figure.set_layout_engine("none")  # a second layout would move things
         return text.getvalue()
 
     @contextmanager
     def _style(self) -> Iterator[None]:
-        with styled({"svg.hashsalt": self.name}):  # the same file each time, and the same ids
+        with styled({"svg.hashsalt": self.name}):  # ids, and so the file, are the same each time
             yield
 
 
 @contextmanager
-def styled(more: Mapping[str, object] | None = None) -> Iterator[None]:
-    """Draw in the report's style, and leave matplotlib's settings as they were."""
-    with matplotlib.rc_context({**_STYLE, **(more or {})}):  # type: ignore[dict-item]
+def styled(settings: Mapping[str, object] | None = None) -> Iterator[None]:
+    """Draw in the report's style with these further settings, and restore matplotlib's."""
+    with matplotlib.rc_context({**_STYLE, **(settings or {})}):  # type: ignore[dict-item]
         yield
 
 
 def variables(dark: bool) -> str:
-    """The style sheet's colours of figures, for one of the two colour schemes."""
-    return "".join(f"--c{colour[1:]}:{other if dark else colour};" for colour, other in _DARK.items())
+    """Return the colours of figures as variables of a style sheet, for a light or a dark page."""
+    return "".join(f"--c{light[1:]}:{on_dark if dark else light};" for light, on_dark in _DARK.items())

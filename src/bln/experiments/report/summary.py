@@ -1,4 +1,4 @@
-"""The runs of the paper's experiments, read from the table of runs and checked."""
+"""The runs of the paper's experiments: collected from the table of runs, checked, and typed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
 from ...config import StatisticsConfig
+from ..table import distinct
 
 FORMAT = 1
 TASKS = ("cnn", "rnn", "resnet", "digits-cnn", "digits-rnn")
@@ -23,7 +24,7 @@ CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accurac
 CONFIGURATIONS = tuple(str(config) for config in StatisticsConfig.all())
 
 _OLD_NAMES = {"bln-shared": "bln-pooled", "bln-shared-no-scale": None}
-"""What norms of old runs are called today; ``None`` where there is no such norm any more."""
+"""Today's names of norms in older tables; ``None`` where the norm was dropped."""
 
 _T = TypeVar("_T")
 
@@ -36,7 +37,7 @@ class Score(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What runs that can be compared have in common."""
+    """The settings that runs must share to be compared."""
 
     task: str
     protocol: str
@@ -46,7 +47,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One training, as the summary has it. Losses that are not a number are NaN."""
+    """A run of the summary; NaN stands for losses that are not a number."""
 
     setting: Setting
     norm: str
@@ -63,17 +64,17 @@ class Run:
     test_configurations: dict[str, Score] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     memory_mib: float = math.nan
-    """What a run needs; NaN where it was not counted."""
+    """The memory a run needs; NaN where it was not measured."""
 
     @property
     def epochs(self) -> int:
-        """How many epochs were logged."""
+        """The number of epochs logged."""
         return len(self.train_loss)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """All runs, and where they come from."""
+    """All runs and their origin."""
 
     runs: list[Run]
     version: str = ""
@@ -82,52 +83,48 @@ class Summary:
     machines: tuple[str, ...] = ()
 
     def select(self, setting: Setting, norm: str) -> list[Run]:
-        """The runs of one norm in one setting, by seed."""
-        found = (run for run in self.runs if run.setting == setting and run.norm == norm)
-        return sorted(found, key=lambda run: run.seed)
+        """Return the runs of one norm in one setting, by seed."""
+        selected = (run for run in self.runs if run.setting == setting and run.norm == norm)
+        return sorted(selected, key=lambda run: run.seed)
 
     def settings(self, task: str, protocol: str | None = None) -> list[Setting]:
-        """The settings of a task that have a run, the smallest data and batch first."""
+        """Return the settings of a task that have a run, the smallest data and batch first."""
         return sorted(
             {run.setting for run in self.runs if run.setting.task == task and protocol in (None, run.setting.protocol)}
         )
 
     def protocols(self, *tasks: str) -> list[str]:
-        """The protocols these tasks were run under, the paper's first."""
+        """Return the protocols these tasks were run under, the paper's first."""
         present = {run.setting.protocol for run in self.runs if run.setting.task in tasks}
         return [protocol for protocol in PROTOCOLS if protocol in present]
 
     def norms(self, setting: Setting) -> list[str]:
-        """The norms a setting was run with, always in the same order."""
+        """Return the norms a setting was run with, in the order of all reports."""
         return self.order(run.norm for run in self.runs if run.setting == setting)
 
     @staticmethod
     def order(norms: Iterable[str]) -> list[str]:
-        """Each of these norms once, always in the same order."""
+        """Return each of these norms once, in the order of all reports."""
         present = set(norms)
         return [norm for norm in NORMS if norm in present] + sorted(present - set(NORMS))
 
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the runs of the paper's experiments in a table, with where they come from, as :func:`read` takes them."""
-    found = [{**row, "norm": _OLD_NAMES.get(row["norm"], row["norm"])} for row in rows if row["task"] in TASKS]
-    found = [row for row in found if row["norm"]]
-
-    def every(values: Iterable[Any]) -> list[str]:
-        return sorted({str(value) for value in values if value})
-
+    """Summarize the runs of the paper's experiments in a table, for :func:`read`."""
+    renamed = [{**row, "norm": _OLD_NAMES.get(row["norm"], row["norm"])} for row in rows if row["task"] in TASKS]
+    runs = [row for row in renamed if row["norm"]]
     return {
         "format": FORMAT,
-        "bln": ", ".join(every(row["versions"]["bln"] for row in found)),
-        "commit": ", ".join(every(row["commit"] for row in found)),
-        "created": max(every(row["started"] or row["collected"] for row in found), default=""),
-        "machines": every(f"{row['device']}, torch {row['versions']['torch']}" for row in found),
-        "runs": found,
+        "bln": ", ".join(distinct(row["versions"]["bln"] for row in runs)),
+        "commit": ", ".join(distinct(row["commit"] for row in runs)),
+        "created": max(distinct(row["started"] or row["collected"] for row in runs), default=""),
+        "machines": distinct(f"{row['device']}, torch {row['versions']['torch']}" for row in runs),
+        "runs": runs,
     }
 
 
 def read(summary: Mapping[str, Any]) -> Summary:
-    """Check a summary and make it typed; a ``ValueError`` of one line says what is wrong and the way out."""
+    """Check a summary and return it typed; a ``ValueError`` says in a line what is wrong, and the way out."""
     if not isinstance(summary, Mapping):
         raise ValueError(f"a summary is a JSON object, not {type(summary).__name__}: {_AGAIN}")
     if summary.get("format") != FORMAT:
@@ -155,7 +152,7 @@ def read(summary: Mapping[str, Any]) -> Summary:
 
 @cache
 def authors() -> Summary:
-    """What the paper's authors logged, one run each."""
+    """Return the runs that the paper's authors logged, one for each setting and norm."""
     return read(json.loads((files("bln.experiments") / "authors.json").read_text("utf-8")))
 
 
@@ -163,15 +160,15 @@ _AGAIN = "collect it again with `bln reproduce`"
 
 
 class _Field:
-    """One value of a run, and where it stands, for the error message."""
+    """A value of a run, with its place in the summary for error messages."""
 
     def __init__(self, value: Any, where: str) -> None:
         self.value, self.where = value, where
 
     def fail(self, expected: str) -> ValueError:
-        given = repr(self.value)
-        given = given if len(given) <= 60 else given[:57] + "..."
-        return ValueError(f"the summary's {self.where} is {given}, expected {expected}: {_AGAIN}")
+        value = repr(self.value)
+        value = value if len(value) <= 60 else value[:57] + "..."
+        return ValueError(f"the summary's {self.where} is {value}, expected {expected}: {_AGAIN}")
 
     def __getitem__(self, key: str) -> _Field:
         if not isinstance(self.value, Mapping):
@@ -196,7 +193,7 @@ class _Field:
         return self.value
 
     def number(self) -> float:
-        """A number; null is NaN."""
+        """Return a number; null is NaN."""
         if self.value is None:
             return math.nan
         if not isinstance(self.value, int | float) or isinstance(self.value, bool):

@@ -1,11 +1,11 @@
-"""The report's short form, for a terminal."""
+"""The report of the paper's experiments in short, for a terminal."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from .claims import CLAIMS, Verdict, judge, overall
+from .claims import CLAIMS, judge, overall, tally
 from .overview import HEADINGS, TITLES, lines, missing
 from .summary import TASKS, Summary
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _SHOWN = ("batch", "norm", "runs", "train_accuracy", "test_accuracy", "chosen")
-"""What fits into 80 columns; the page has the rest."""
+"""The columns that fit into 80 characters; the page has the rest."""
 _STYLES = {"reproduced": "green", "not reproduced": "red", "in part": "yellow", "undecided": "dim"}
 
 
 def table(summary: Summary) -> Group:
-    """Results and, where the paper's tasks were run, verdicts, for rich to print."""
+    """Return results and, where the paper's tasks were run, verdicts, for rich to print."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     table_lines = [(task, line) for task in TASKS for line in lines(summary, task)]
     parts: list[Table | Text] = [] if table_lines else [Text("No runs yet: `bln reproduce cnn` makes some.")]
-    for heading, own in groupby(table_lines, key=lambda item: (item[0], item[1].protocol, item[1].data)):
+    for heading, group in groupby(table_lines, key=lambda item: (item[0], item[1].protocol, item[1].data)):
         task, protocol, data = heading
         results = Table(title=f"{TITLES[task]}, {data} of the data, protocol {protocol}", title_justify="left")
         for name in _SHOWN:
             results.add_column(getattr(HEADINGS, name))
-        for _, line in own:
+        for _, line in group:
             results.add_row(*(Text(getattr(line, name)) for name in _SHOWN), style="red" * ("diverged" in line.runs))
         parts.append(results)
     if table_lines:
@@ -41,10 +41,9 @@ def table(summary: Summary) -> Group:
         for column in ("", "claim", "verdict", "parts"):
             verdicts.add_column(column)
         for number, text in CLAIMS.items():
-            of_claim = [part for part in judged if part.claim == number]
-            word = overall(of_claim)
-            counts = [f"{n} {v.value}" for v in Verdict if (n := sum(part.verdict is v for part in of_claim))]
-            verdicts.add_row(str(number), Text(text), Text(word, style=_STYLES[word]), Text(", ".join(counts)))
+            parts_of_claim = [part for part in judged if part.claim == number]
+            word = overall(parts_of_claim)
+            verdicts.add_row(str(number), Text(text), Text(word, style=_STYLES[word]), Text(tally(parts_of_claim)))
         parts.append(verdicts)
     if summary.protocols("cnn", "rnn"):
         parts += [Text(f"- {line}", style="dim") for line in missing(summary)]

@@ -1,11 +1,11 @@
-"""The corruptions of CIFAR-10-C (Hendrycks and Dietterich 2019), on whole arrays of images.
+"""The corruptions of CIFAR-10-C (Hendrycks and Dietterich 2019), vectorized over images.
 
-Written from the published definitions with the published severities for images of 32 x 32, in NumPy, SciPy and Pillow.
-What differs from the published images:
+They follow the published definitions and severities for images of 32 x 32, in NumPy, SciPy and Pillow. Differences to
+the published images:
 
-- Random numbers are others. They depend on the seed, the corruption and the severity alone.
-- *Frost* overlays photographs of frost there. Here it overlays a rough fractal in the colours of ice, equally strong.
-- *Spatter* draws the edges of water drops there. Here drops are flat. It is used for validation only.
+- Random numbers differ. They depend on the seed, the corruption and the severity alone.
+- *Frost* overlays a rough fractal in the colours of ice in place of photographs of frost, with the same strength.
+- *Spatter* has flat drops of water, without the edges of the published ones. It is used for validation only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 Images = Any
-"""Arrays ``(N, 3, H, W)`` in float32, from 0 to 1; NumPy's operators do not tell its types."""
+"""Arrays ``(N, 3, H, W)`` in float32 from 0 to 1; untyped, since NumPy's operators lose the type."""
 Bytes = NDArray[np.uint8]
 
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -31,10 +31,10 @@ def corrupt(images: Bytes, name: str, severity: int, seed: int = 0) -> Bytes:
     """Corrupt images ``(N, 3, H, W)``; the same arguments give the same bytes.
 
     Args:
-        images: Square, in uint8.
+        images: Square images in uint8.
         name: One of ``TEST`` or ``VALIDATION``.
         severity: From 1 to 5.
-        seed: Of the random numbers.
+        seed: The seed of the random numbers.
     """
     if name not in _CORRUPTIONS:
         raise ValueError(f"unknown corruption {name!r}; known: {', '.join(_CORRUPTIONS)}")
@@ -44,9 +44,8 @@ def corrupt(images: Bytes, name: str, severity: int, seed: int = 0) -> Bytes:
         raise ValueError(f"expected square images (N, 3, H, H) in uint8, got {images.shape} in {images.dtype}")
     rng = np.random.default_rng([seed, zlib.crc32(name.encode()), severity])
     corrupted = _CORRUPTIONS[name](images.astype(np.float32) / 255, severity - 1, rng)
-    pixels: Bytes = (np.clip(corrupted, 0, 1) * 255 + 0.01).astype(
-        np.uint8
-    )  # cut, as published; whole numbers stay whole
+    # Fractions are cut off, as published; 0.01 keeps rounding from cutting a whole number to the one below.
+    pixels: Bytes = (np.clip(corrupted, 0, 1) * 255 + 0.01).astype(np.uint8)
     return pixels
 
 
@@ -95,7 +94,7 @@ def _glass_blur(x: Images, at: int, rng: np.random.Generator) -> Images:
     which = np.arange(count)[:, None, None]
     for _ in range(rounds):
         # The published code goes through the pixels from the last, and gives each the colour of a neighbour before it.
-        rows, columns = (np.broadcast_to(each, (count, height, width)).copy() for each in np.mgrid[:height, :width])
+        rows, columns = (np.broadcast_to(grid, (count, height, width)).copy() for grid in np.mgrid[:height, :width])
         inside = (slice(None), slice(2, None), slice(2, None))
         rows[inside] -= rng.integers(0, 2, rows[inside].shape)
         columns[inside] -= rng.integers(0, 2, rows[inside].shape)
@@ -120,24 +119,24 @@ def _zoom_blur(x: Images, at: int, rng: np.random.Generator) -> Images:
 
 
 def _snow(x: Images, at: int, rng: np.random.Generator) -> Images:
-    mean, std, factor, least, radius, sigma, kept = (
+    mean, std, factor, threshold, radius, sigma, opacity = (
         (0.1, 0.2, 1, 0.6, 8, 3, 0.95), (0.1, 0.2, 1, 0.5, 10, 4, 0.9), (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
         (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85), (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
     )[at]  # fmt: skip
     flakes = mean + std * rng.standard_normal((len(x), 1, *x.shape[2:]), np.float32)
     flakes = _zoom(flakes, factor)
-    flakes = np.clip(np.where(flakes < least, 0, flakes), 0, 1)
+    flakes = np.clip(np.where(flakes < threshold, 0, flakes), 0, 1)
     flakes = _move(flakes, radius, sigma, rng.uniform(-135, -45, len(x)))
     grey = np.tensordot(x, np.array((0.299, 0.587, 0.114), np.float32), (1, 0))[:, None]
-    pale = kept * x + (1 - kept) * np.maximum(x, grey * 1.5 + 0.5)
+    pale = opacity * x + (1 - opacity) * np.maximum(x, grey * 1.5 + 0.5)
     return np.clip(pale, 0, 1) + flakes + np.rot90(flakes, 2, (2, 3))
 
 
 def _frost(x: Images, at: int, rng: np.random.Generator) -> Images:
-    kept, added = ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))[at]
+    opacity, strength = ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))[at]
     ridges = 1 - np.abs(2 * _plasma(len(x), x.shape[2], 1.6, rng) - 1)
     colour = np.array((0.85, 0.95, 1), np.float32)[:, None, None]
-    return kept * x + added * (0.1 + 0.9 * ridges[:, None] ** 2) * colour
+    return opacity * x + strength * (0.1 + 0.9 * ridges[:, None] ** 2) * colour
 
 
 def _fog(x: Images, at: int, rng: np.random.Generator) -> Images:
@@ -148,12 +147,12 @@ def _fog(x: Images, at: int, rng: np.random.Generator) -> Images:
 
 
 def _spatter(x: Images, at: int, rng: np.random.Generator) -> Images:
-    mean, std, sigma, least, strength, mud = (
+    mean, std, sigma, threshold, strength, mud = (
         (0.62, 0.1, 0.7, 0.7, 0.5, 0), (0.65, 0.1, 0.8, 0.7, 0.5, 0), (0.65, 0.3, 1, 0.69, 0.5, 0),
         (0.65, 0.1, 0.7, 0.69, 0.6, 1), (0.65, 0.1, 0.5, 0.68, 0.6, 1),
     )[at]  # fmt: skip
     liquid = _smooth(mean + std * rng.standard_normal((len(x), 1, *x.shape[2:]), np.float32), sigma)
-    drops = (liquid > least).astype(np.float32)
+    drops = (liquid > threshold).astype(np.float32)
     if mud:
         drops = _smooth(drops, strength)
         drops[drops < 0.8] = 0
@@ -167,7 +166,7 @@ def _spatter(x: Images, at: int, rng: np.random.Generator) -> Images:
 def _brightness(x: Images, at: int, rng: np.random.Generator) -> Images:
     value = x.max(1, keepdims=True)
     brighter = np.minimum(value + (0.05, 0.1, 0.15, 0.2, 0.3)[at], 1)
-    # With hue and saturation kept, a colour is proportional to its value; black has neither, and becomes grey.
+    # At constant hue and saturation a colour is proportional to its value; black has neither, and becomes grey.
     return np.where(value > 0, x * (brighter / np.maximum(value, 1e-6)), brighter)
 
 
@@ -177,11 +176,11 @@ def _contrast(x: Images, at: int, rng: np.random.Generator) -> Images:
 
 
 def _saturate(x: Images, at: int, rng: np.random.Generator) -> Images:
-    factor, more = ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))[at]
+    factor, offset = ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))[at]
     value = x.max(1, keepdims=True)
     spread = value - x.min(1, keepdims=True)
-    saturation = np.clip(spread / np.maximum(value, 1e-6) * factor + more, 0, 1)
-    # How far a channel lies below the value, as a share of the spread, is the hue. That of grey is red.
+    saturation = np.clip(spread / np.maximum(value, 1e-6) * factor + offset, 0, 1)
+    # The hue is how far each channel lies below the value, as a share of the spread. Grey counts as red.
     red = np.array((0, 1, 1), np.float32)[:, None, None]
     hue = np.where(spread > 0, (value - x) / np.maximum(spread, 1e-6), red)
     return value * (1 - saturation * hue)
@@ -192,19 +191,19 @@ def _saturate(x: Images, at: int, rng: np.random.Generator) -> Images:
 
 def _elastic_transform(x: Images, at: int, rng: np.random.Generator) -> Images:
     count, _, size, _ = x.shape
-    strength, sigma, most = (
+    strength, sigma, max_shift = (
         size * share for share in ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05),
         (0.1, 0.03, 0.03))[at]
     )  # fmt: skip
     middle, reach = size // 2, size // 3
     before = np.array([(1, 1), (1, -1), (-1, -1)]) * reach + middle
-    after = before + rng.uniform(-most, most, (count, 3, 2))
-    # The affine map that takes these points back, (x, y, 1) times (3, 2): where each pixel comes from.
+    after = before + rng.uniform(-max_shift, max_shift, (count, 3, 2))
+    # The affine map from the points after to those before, (x, y, 1) times (3, 2), says where each pixel comes from.
     back = np.linalg.solve(np.concatenate([after, np.ones((count, 3, 1))], 2), np.broadcast_to(before, (count, 3, 2)))
     rows, columns = np.mgrid[:size, :size]
     from_columns, from_rows = (
-        columns * back[:, 0, each, None, None] + rows * back[:, 1, each, None, None] + back[:, 2, each, None, None]
-        for each in (0, 1)
+        columns * back[:, 0, axis, None, None] + rows * back[:, 1, axis, None, None] + back[:, 2, axis, None, None]
+        for axis in (0, 1)
     )
     warped = _sample(x, from_rows, from_columns)
     if not strength:
@@ -244,30 +243,30 @@ _CORRUPTIONS: dict[str, Callable[[Images, int, np.random.Generator], Images]] = 
     "speckle_noise": _speckle_noise, "gaussian_blur": _gaussian_blur, "spatter": _spatter, "saturate": _saturate,
 }  # fmt: skip
 TEST, VALIDATION = tuple(_CORRUPTIONS)[:15], tuple(_CORRUPTIONS)[15:]
-"""The benchmark's 15 corruptions, and the 4 that its authors keep for choices."""
+"""The benchmark's 15 corruptions, and the 4 that its authors reserve for validation."""
 
 
 # ---- tools
 
 
 def _smooth(x: Images, sigma: float) -> Images:
-    """Blur by a Gaussian; pixels beyond the edge are those at the edge."""
+    """Blur by a Gaussian; pixels at the edge continue beyond it."""
     return scipy.ndimage.gaussian_filter(x, (0, 0, sigma, sigma), mode="nearest")
 
 
 def _zoom(x: Images, factor: float) -> Images:
     """Enlarge the middle of images to the size of the whole, by linear interpolation."""
     size = x.shape[2]
-    kept = int(np.ceil(size / factor))
-    whole = round(kept * factor)
-    start = (size - kept) // 2
-    place = (np.arange(size) + (whole - size) // 2) * ((kept - 1) / max(whole - 1, 1)) + start
+    cropped = int(np.ceil(size / factor))
+    enlarged = round(cropped * factor)
+    start = (size - cropped) // 2
+    place = (np.arange(size) + (enlarged - size) // 2) * ((cropped - 1) / max(enlarged - 1, 1)) + start
     low = np.clip(np.floor(place).astype(int), 0, size - 2)
     share = (place - low).astype(np.float32)
-    take = np.zeros((size, size), np.float32)  # interpolation along a side is a matrix
-    take[np.arange(size), low] = 1 - share
-    take[np.arange(size), low + 1] += share
-    return np.matmul(np.matmul(take, x), take.T)
+    interpolate = np.zeros((size, size), np.float32)
+    interpolate[np.arange(size), low] = 1 - share
+    interpolate[np.arange(size), low + 1] += share
+    return np.matmul(np.matmul(interpolate, x), interpolate.T)
 
 
 def _move(x: Images, radius: int, sigma: float, degrees: NDArray[np.float64]) -> Images:
@@ -278,13 +277,13 @@ def _move(x: Images, radius: int, sigma: float, degrees: NDArray[np.float64]) ->
     taps /= taps.sum()
     angles = np.deg2rad(degrees)[:, None]
     right, down = (np.ceil(steps * side(angles) - 0.5).astype(int) for side in (np.cos, np.sin))
-    last = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
-    total = np.zeros_like(last)
+    pixels = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+    total = np.zeros_like(pixels)
     which = np.arange(count)[:, None, None]
     for step, tap in enumerate(taps):
         rows = np.clip(np.arange(height) + down[:, step, None], 0, height - 1)
         columns = np.clip(np.arange(width) + right[:, step, None], 0, width - 1)
-        total += tap * last[which, rows[:, :, None], columns[:, None, :]]
+        total += tap * pixels[which, rows[:, :, None], columns[:, None, :]]
     return total.transpose(0, 3, 1, 2)
 
 
@@ -303,9 +302,9 @@ def _plasma(count: int, size: int, decay: float, rng: np.random.Generator) -> Im
         squares = corners + np.roll(corners, -1, 1)
         field[:, half::step, half::step] = varied(squares + np.roll(squares, -1, 2))
         centres = field[:, half::step, half::step]
-        across = corners + np.roll(corners, -1, 1), corners + np.roll(corners, -1, 2)
-        field[:, ::step, half::step] = varied(centres + np.roll(centres, 1, 1) + across[1])
-        field[:, half::step, ::step] = varied(centres + np.roll(centres, 1, 2) + across[0])
+        above_below, left_right = (corners + np.roll(corners, -1, axis) for axis in (1, 2))
+        field[:, ::step, half::step] = varied(centres + np.roll(centres, 1, 1) + left_right)
+        field[:, half::step, ::step] = varied(centres + np.roll(centres, 1, 2) + above_below)
         step, wibble = half, wibble / decay
     field -= field.min((1, 2), keepdims=True)
     field /= field.max((1, 2), keepdims=True)
@@ -315,13 +314,14 @@ def _plasma(count: int, size: int, decay: float, rng: np.random.Generator) -> Im
 def _sample(x: Images, rows: NDArray[np.float64], columns: NDArray[np.float64]) -> Images:
     """Interpolate images linearly at these places ``(N, H, W)``, mirrored at the edges."""
 
-    def moved(image: Images, *places: NDArray[np.float64]) -> Images:
+    def sampled(image: Images, *places: NDArray[np.float64]) -> Images:
         return [scipy.ndimage.map_coordinates(channel, places, order=1, mode="mirror") for channel in image]
 
-    return np.stack([moved(*each) for each in zip(x, rows, columns, strict=True)])
+    return np.stack([sampled(*image_and_places) for image_and_places in zip(x, rows, columns, strict=True)])
 
 
 def _by_pillow(x: Images, change: Callable[[Image.Image], Image.Image]) -> Images:
+    """Apply a function of Pillow's images to each image."""
     pixels = np.rint(x * 255).astype(np.uint8).transpose(0, 2, 3, 1)
-    changed = np.stack([np.asarray(change(Image.fromarray(each))) for each in pixels])
+    changed = np.stack([np.asarray(change(Image.fromarray(image))) for image in pixels])
     return changed.transpose(0, 3, 1, 2).astype(np.float32) / 255

@@ -1,11 +1,11 @@
-"""The whole study: corrupted images, nets, answers, and one file of results.
+"""The study of shifted data from end to end: nets are trained, asked under all conditions, and put into the table.
 
     checkpoints/         nets under way
-    nets/NET.pt          a trained net and its line of the table, as far as training goes
-    answers/NET.json     what it answered under each condition, and the priors that were chosen without labels
+    nets/NET.pt          a trained net, with its line of the table up to the end of training
+    answers/NET.json     its accuracy under each condition, and the priors that were chosen without labels
     runs.jsonl           the results: a line for each net, with its answers and choices
 
-Whatever is there is not done again.
+A file that exists is used, so the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import bln
 from .. import runs, table
 from ..data import DataSet
 from ..processes import side_by_side
+from ..remaining import Progress
 from ..runs import RunError
 from ..sizes import study as sizes
 from ..sizes.tasks import TASKS, load
@@ -32,22 +33,22 @@ from ..sizes.training import Run, Training, finish, split
 from ..table import Row
 from ..tasks import Part
 from . import choice, corruptions
-from .evaluation import CONFIGURATIONS, SIZES, accuracies, arrange
+from .evaluation import CONFIGURATIONS, SIZES, accuracies, arrange, asked_sizes
 
 CPU = torch.device("cpu")
 NORMS = ("bn", "bln-grouped", "gn", "ln")
 SORTED_AT = 3
-"""The severity at which requests come sorted by label, too."""
+"""The severity at which requests also come sorted by label."""
 TRAINING, CHOOSING = 0.3, 0.1
-"""About the shares of a net's time that are training and choosing priors."""
+"""The rough shares of training and of choosing priors in the time a net takes."""
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The settings of what nets are asked."""
+    """The settings of the questions to nets."""
 
     images: int = 500
-    """Images under each condition. Each seed has its own of the test set; of those held out there may be fewer."""
+    """Images under each condition. Each seed has its own part of the test set; fewer may be held out for validation."""
     severities: tuple[int, ...] = corruptions.SEVERITIES
     sizes: tuple[int, ...] = SIZES
 
@@ -59,7 +60,7 @@ class Questions:
 
 
 class Condition(NamedTuple):
-    """The images that a net is asked about, and how they arrive."""
+    """The images of a question, and how they arrive."""
 
     part: str
     """``test``, or ``validation``: images held out of the training set, under other corruptions."""
@@ -67,10 +68,6 @@ class Condition(NamedTuple):
     """``none`` at severity 0."""
     severity: int
     arrangement: str
-
-
-Tick = Callable[[float, str], None]
-"""Called with the share of a net that is done, and what is under way."""
 
 
 def plan(norms: Sequence[str] | None = None, seeds: int | None = None, epochs: int | None = None) -> list[Run]:
@@ -81,16 +78,16 @@ def plan(norms: Sequence[str] | None = None, seeds: int | None = None, epochs: i
 
 
 def conditions(questions: Questions, sorted_too: bool) -> list[Condition]:
-    """Return all conditions, those without corruption first; requests come sorted where that can matter."""
-    found = [Condition("test", "none", 0, "shuffled"), Condition("validation", "none", 0, "shuffled")]
+    """Return all conditions, those without corruption first; ``sorted_too`` adds requests sorted by label."""
+    listed = [Condition("test", "none", 0, "shuffled"), Condition("validation", "none", 0, "shuffled")]
     for severity in questions.severities:
-        found += [Condition("validation", name, severity, "shuffled") for name in corruptions.VALIDATION]
-        found += [Condition("test", name, severity, "shuffled") for name in corruptions.TEST]
+        listed += [Condition("validation", name, severity, "shuffled") for name in corruptions.VALIDATION]
+        listed += [Condition("test", name, severity, "shuffled") for name in corruptions.TEST]
     if sorted_too:
-        found.append(Condition("test", "none", 0, "sorted"))
+        listed.append(Condition("test", "none", 0, "sorted"))
         if SORTED_AT in questions.severities:
-            found += [Condition("test", name, SORTED_AT, "sorted") for name in corruptions.TEST]
-    return found
+            listed += [Condition("test", name, SORTED_AT, "sorted") for name in corruptions.TEST]
+    return listed
 
 
 def study(
@@ -100,9 +97,9 @@ def study(
     data_dir: Path,
     *,
     workers: int = 1,
-    progress: Tick = lambda done, text: None,
+    progress: Progress = lambda done, text: None,
 ) -> Path:
-    """Bring the study to its end, from wherever its folder stands, and return its table."""
+    """Run the study to its end, or what is left of it, and return the path of its table."""
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     load("shift", data_dir, CPU)  # refuse missing data before processes begin
@@ -113,21 +110,21 @@ def study(
         progress(len(rows) + done, text)
 
     with runs.locked(out / "lock"):
-        alone = (ask(run, questions, out, data_dir, tick) for run in nets)
-        several = side_by_side(ask, ((run, questions, out, data_dir) for run in nets), workers)
-        for row in several if workers > 1 else alone:
+        here = (ask(run, questions, out, data_dir, tick) for run in nets)
+        in_processes = side_by_side(ask, ((run, questions, out, data_dir) for run in nets), workers)
+        for row in in_processes if workers > 1 else here:
             rows.append(row)
             progress(len(rows), f"{len(rows)} of {len(nets)} nets finished")
     rows.sort(key=lambda row: nets.index(sizes.key(row)))
     return table.write(out / table.NAME, rows)
 
 
-def ask(run: Run, questions: Questions, out: Path, data_dir: Path, tick: Tick = lambda done, text: None) -> Row:
+def ask(run: Run, questions: Questions, out: Path, data_dir: Path, progress: Progress = lambda done, text: None) -> Row:
     """Train a net, ask it under all conditions, choose priors for it, and return its line of the table."""
-    net, row = train(run, out, data_dir, lambda done: tick(TRAINING * done, f"{run.name}, training"))
+    net, row = train(run, out, data_dir, lambda done: progress(TRAINING * done, f"{run.name}, training"))
     net = with_bln(net)
     cifar = load("shift", data_dir, CPU)
-    prepare = TASKS["shift"].inputs(cifar.train).plain
+    prepare = TASKS["shift"].inputs(cifar.train).prepared
 
     def arranged(condition: Condition) -> tuple[Tensor, Tensor]:
         part = images(condition, questions, run, cifar)
@@ -136,73 +133,70 @@ def ask(run: Run, questions: Questions, out: Path, data_dir: Path, tick: Tick = 
 
     path = out / "answers" / f"{run.name}.json"
     asked = {"configurations": CONFIGURATIONS, "images": questions.images, "sizes": list(questions.sizes)}
-    known = runs.read_json(path) or {"asked": asked, "answers": [], "choices": []}
-    if known["asked"] != asked:
+    record = runs.read_json(path) or {"asked": asked, "answers": [], "choices": []}
+    if record["asked"] != asked:
         raise RunError(f"{path} has answers to other questions; take another --out, or delete that file")
-    answered = {_condition(line) for line in known["answers"]}
-    wanted = conditions(questions, bool(bln.layers(net)))
-    for number, condition in enumerate(wanted):
-        share = TRAINING + (1 - TRAINING - CHOOSING) * number / len(wanted)
-        tick(share, f"{run.name}, {condition.corruption}")
+    answered = {_condition(line) for line in record["answers"]}
+    to_ask = conditions(questions, bool(bln.layers(net)))
+    for number, condition in enumerate(to_ask):
+        share = TRAINING + (1 - TRAINING - CHOOSING) * number / len(to_ask)
+        progress(share, f"{run.name}, {condition.corruption}")
         if condition in answered:
             continue
         begun = time.perf_counter()
         request_sizes = asked_sizes(questions.sizes, condition.arrangement)
-        found = accuracies(net, *arranged(condition), request_sizes, CONFIGURATIONS)
-        accuracy = {name: [round(value, 4) for value in values] for name, values in found.items()}
+        by_name = accuracies(net, *arranged(condition), request_sizes, CONFIGURATIONS)
+        accuracy = {name: [round(value, 4) for value in by_size] for name, by_size in by_name.items()}
         seconds = round(time.perf_counter() - begun, 1)
-        known["answers"].append({**condition._asdict(), "accuracy": accuracy, "seconds": seconds})
-        runs.write(path, json.dumps(known).encode())
-    if run.norm == "bn" and not known["choices"]:
-        tick(1 - CHOOSING, f"{run.name}, choosing priors")
-        given = [each for each in wanted if each.part == "test" and each.severity in (0, SORTED_AT)]
-        known["choices"] = list(
-            choice.compare(net, [(each.corruption, each.arrangement, *arranged(each)) for each in given])
+        record["answers"].append({**condition._asdict(), "accuracy": accuracy, "seconds": seconds})
+        runs.write(path, json.dumps(record).encode())
+    if run.norm == "bn" and not record["choices"]:
+        progress(1 - CHOOSING, f"{run.name}, choosing priors")
+        of_test = [
+            condition for condition in to_ask if condition.part == "test" and condition.severity in (0, SORTED_AT)
+        ]
+        record["choices"] = list(
+            choice.compare(net, [(test.corruption, test.arrangement, *arranged(test)) for test in of_test])
         )
-        runs.write(path, json.dumps(known).encode())
-    own = [line for line in known["answers"] if _condition(line) in wanted]
-    seconds = sum(line.pop("seconds") for line in own)
+        runs.write(path, json.dumps(record).encode())
+    answers = [line for line in record["answers"] if _condition(line) in to_ask]  # others are of further severities
+    seconds = sum(line.pop("seconds") for line in answers)
     return {
         **row,
         "hours": float(f"{row['hours'] + seconds / 3600:.4g}"),
         "questions": asdict(questions),
         "configurations": CONFIGURATIONS,
-        "answers": own,
-        "choices": known["choices"],
+        "answers": answers,
+        "choices": record["choices"],
     }
 
 
 def train(
     run: Run, out: Path, data_dir: Path, tick: Callable[[float], None] = lambda done: None
 ) -> tuple[nn.Module, Row]:
-    """Return a trained net in ``eval()`` and its line of the table, from wherever its files stand."""
+    """Return a trained net in ``eval()`` and its line of the table, from its file if that exists."""
     path = out / "nets" / f"{run.name}.pt"
-    found = runs.read_tensors(path, CPU)
-    if found is None:
+    saved = runs.read_tensors(path, CPU)
+    if saved is None:
         training = Training([run], data_dir, CPU)
         work = training.run(out / "checkpoints" / path.name)
         (result,) = finish(work, lambda steps: tick(steps / run.steps))
-        found = {"net": training.net.state_dict(), "row": {**asdict(run), **result, **runs.origin(CPU)}}
-        runs.write_tensors(path, found)
+        saved = {"net": training.net.state_dict(), "row": {**asdict(run), **result, **runs.origin(CPU)}}
+        runs.write_tensors(path, saved)
     net = TASKS["shift"].net(run.norm, 1)
-    net.load_state_dict(found["net"])
-    return net.eval(), found["row"]
+    net.load_state_dict(saved["net"])
+    return net.eval(), saved["row"]
 
 
 def with_bln(net: nn.Module) -> nn.Module:
-    """Return a BatchNorm net converted to BLN, which keeps its function; other nets stay as they are."""
+    """Convert a BatchNorm net to BLN, which keeps its function, and return it; other nets stay unchanged."""
     if any("BatchNorm" in type(module).__name__ for module in net.modules()):
         bln.convert(net)
     return net
 
 
-def asked_sizes(sizes: Sequence[int], arrangement: str) -> list[int]:
-    """Return the request sizes of an arrangement. A request of one image has only one."""
-    return [size for size in sizes if size > 1 or arrangement == "shuffled"]
-
-
 def images(condition: Condition, questions: Questions, run: Run, cifar: DataSet) -> Part:
-    """Return the images that a net is asked about under a condition, with their labels."""
+    """Return the images of a condition, with their labels."""
     count = questions.images
     if condition.part == "test":
         rows = torch.arange(run.seed * count, (run.seed + 1) * count)

@@ -1,7 +1,7 @@
-"""Residual nets for several runs together: the features of run ``r`` are the ``r``-th part of every layer's features.
+"""Residual nets that hold several runs: the features of run ``r`` are the ``r``-th part of every layer's features.
 
-Convolutions have a group for each run, and normalizers keep the runs apart, so each run is what it is alone. Small
-mini-batches leave a device idle; several runs in one net cost little more than one.
+Convolutions have a group for each run, and normalizers keep the runs apart, so a run gives the numbers it gives alone.
+Small mini-batches leave a device idle; several runs in one net cost little more than one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from ..norms import NORMS
 
 Normalizer = Callable[[int], nn.Module]
-"""Makes a normalizer of this number of features on ``(N, runs * features, H, W)``."""
+"""Makes a normalizer from the number of features of a run, for ``(N, runs * features, H, W)``."""
 
 
 def resnet(name: str, runs: int, *, inputs: int, widths: Sequence[int], blocks: int) -> nn.Module:
-    """Return a residual net on ``(N, runs * inputs, H, W)`` with ten classes: ``(N, runs * 10)``.
+    """Return a residual net on ``(N, runs * inputs, H, W)`` with ten outputs for each run, ``(N, runs * 10)``.
 
-    With widths of 16, 32 and 64, and three blocks of each, it is ResNet-20.
+    Widths of 16, 32 and 64 with three blocks each make ResNet-20.
     """
     norm = partial(NORMS[name], channel_dim=1, runs=runs, ordinary=True)
     parts: list[nn.Module] = [_conv(inputs, widths[0], 3, 1, runs), norm(widths[0]), nn.ReLU()]
@@ -48,8 +48,8 @@ class _Block(nn.Module):
         super().__init__()
         self.first, self.norm1 = _conv(inputs, outputs, 3, stride, runs), norm(outputs)
         self.second, self.norm2 = _conv(outputs, outputs, 3, 1, runs), norm(outputs)
-        alike = stride == 1 and inputs == outputs
-        self.around = nn.Identity() if alike else _conv(inputs, outputs, 1, stride, runs)
+        same_shape = stride == 1 and inputs == outputs
+        self.around = nn.Identity() if same_shape else _conv(inputs, outputs, 1, stride, runs)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.first(x)))
@@ -57,7 +57,7 @@ class _Block(nn.Module):
 
 
 def together(make: Callable[[int], nn.Module], seeds: Sequence[int]) -> nn.Module:
-    """Return a net of several runs, each with the weights that ``make(1)`` draws under its seed."""
+    """Return a net of several runs, each with the initial weights of ``make(1)`` under its seed."""
     alone = []
     with torch.random.fork_rng(devices=[]):
         for seed in seeds:
@@ -65,6 +65,6 @@ def together(make: Callable[[int], nn.Module], seeds: Sequence[int]) -> nn.Modul
             alone.append(make(1).parameters())
         net = make(len(seeds))
     with torch.no_grad():
-        for parameter, *own in zip(net.parameters(), *alone, strict=True):
-            parameter.copy_(torch.cat(own))
+        for parameter, *of_runs in zip(net.parameters(), *alone, strict=True):
+            parameter.copy_(torch.cat(of_runs))
     return net

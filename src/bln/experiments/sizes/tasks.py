@@ -1,4 +1,4 @@
-"""The tasks with an ordinary recipe: data, net and recipe of each. All but `shift` vary the batch size."""
+"""The tasks of the two studies: data, net and an ordinary recipe of each. All but ``shift`` vary the batch size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import data
-from ..augment import Pictures
+from ..augment import ImageInputs
 from ..data import DataSet
 from ..tasks import cifar10
 from ..tasks import imdb as every_review
@@ -20,42 +20,42 @@ from .transformer import transformer
 
 
 def digits(folder: Path) -> DataSet:
-    """scikit-learn's digits, which need no folder; the grey levels are 0 to 16."""
-    found = data.digits()
-    train = torch.cat([found.train_images, found.validation_images])
-    labels = torch.cat([found.train_labels, found.validation_labels])
-    levels = [(images * 16).to(torch.uint8) for images in (train, found.test_images)]
-    return DataSet(levels[0], labels, levels[1], found.test_labels)
+    """Return scikit-learn's digits, which need no folder, in grey levels from 0 to 16."""
+    digits = data.digits()
+    images = torch.cat([digits.train_images, digits.validation_images])
+    labels = torch.cat([digits.train_labels, digits.validation_labels])
+    train, test = ((part * 16).to(torch.uint8) for part in (images, digits.test_images))
+    return DataSet(train, labels, test, digits.test_labels)
 
 
-TESTED = 2_500
-"""Test reviews that are used."""
+TEST_REVIEWS = 2_500
+"""The number of test reviews used."""
 
 
 def imdb(folder: Path) -> DataSet:
-    """IMDB, with the same part of the test reviews for every run."""
-    found = every_review(folder)
-    part = torch.randperm(len(found.test), generator=torch.Generator().manual_seed(0))[:TESTED]
-    return found._replace(test=found.test[part], test_labels=found.test_labels[part])
+    """Return IMDB with a part of the test reviews, the same for every run."""
+    reviews = every_review(folder)
+    part = torch.randperm(len(reviews.test), generator=torch.Generator().manual_seed(0))[:TEST_REVIEWS]
+    return reviews._replace(test=reviews.test[part], test_labels=reviews.test_labels[part])
 
 
-class Reviews:
-    """Tokens as they are; one run at a time. The functions are those of `Pictures`."""
+class TokenInputs:
+    """Make a net's inputs of tokens, which are not augmented; for one run at a time. See `ImageInputs`."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Draw nothing."""
+        """Return nothing, since tokens are not augmented."""
         return ()
 
-    def varied(self, rows: Tensor, drawn: tuple[Tensor, ...]) -> Tensor:
-        """Return the tokens of these rows."""
-        return self.plain(self.tokens[rows])
+    def augmented(self, rows: Tensor, drawn: tuple[Tensor, ...]) -> Tensor:
+        """Return the tokens of training samples, by their rows ``(N, 1)``."""
+        return self.prepared(self.tokens[rows])
 
-    def plain(self, samples: Tensor) -> Tensor:
-        """Return ``(N, length)``."""
-        return samples.squeeze(1)
+    def prepared(self, tokens: Tensor) -> Tensor:
+        """Return tokens ``(N, length)`` from ``(N, 1, length)``."""
+        return tokens.squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,22 @@ class Task:
 
     Attributes:
         load: Reads the data from a folder.
-        inputs: Makes what the net takes of the training samples, and of others.
-        net: Makes the net of a norm and a number of runs.
+        inputs: Makes inputs of samples, from the training samples.
+        net: Makes a net from the name of a norm and a number of runs.
         norms: The norms it is run with.
-        batch_sizes: The batch sizes it is run at; those that say most come first.
-        classes: Outputs of the net.
-        samples: To train on.
-        validation: Samples that are held out, to choose the learning rate with.
-        epochs: Over the training samples.
-        learning_rate: The middle of those tried, at batch size 32.
-        seeds: Of each norm and batch size.
-        tried_on: Seeds that each learning rate is tried on.
-        together: Whether the runs of a norm and batch size can be one net.
+        batch_sizes: The batch sizes it is run at, the most informative first.
+        classes: The number of classes.
+        samples: The number of training samples.
+        validation: The number of samples held out to choose the learning rate with.
+        epochs: The number of epochs.
+        learning_rate: The middle one of those tried, at batch size 32.
+        seeds: The number of seeds of each norm and batch size.
+        tried_on: The number of seeds that each learning rate is tried on.
+        together: Whether several runs can train as one net.
     """
 
     load: Callable[[Path], DataSet]
-    inputs: Callable[[Tensor], Pictures | Reviews]
+    inputs: Callable[[Tensor], ImageInputs | TokenInputs]
     net: Callable[[str, int], nn.Module]
     norms: tuple[str, ...]
     batch_sizes: tuple[int, ...]
@@ -98,22 +98,28 @@ TOKENS = ("ln", "rms", "bn", "bln", "bln-pooled", "bln-grouped")
 
 TASKS = {
     "resnet20": Task(
-        cifar10, partial(Pictures, pad=4, mirror=True), partial(nets.resnet, inputs=3, widths=(16, 32, 64), blocks=3),
+        cifar10,
+        partial(ImageInputs, pad=4, mirror=True),
+        partial(nets.resnet, inputs=3, widths=(16, 32, 64), blocks=3),
         norms=IMAGES, batch_sizes=(4, 32, 2, 128, 8, 1, 16), classes=10,
         samples=20_000, validation=2_000, epochs=5, learning_rate=0.004,
     ),
     "digits-resnet": Task(
-        digits, partial(Pictures, pad=1, mirror=False), partial(nets.resnet, inputs=1, widths=(16, 32), blocks=1),
+        digits,
+        partial(ImageInputs, pad=1, mirror=False),
+        partial(nets.resnet, inputs=1, widths=(16, 32), blocks=1),
         norms=IMAGES, batch_sizes=(1, 4, 25), classes=10,
         samples=800, validation=359, epochs=3, learning_rate=0.025, seeds=8,
     ),
     "shift": Task(
-        cifar10, partial(Pictures, pad=4, mirror=True), partial(nets.resnet, inputs=3, widths=(16, 32, 64), blocks=1),
+        cifar10,
+        partial(ImageInputs, pad=4, mirror=True),
+        partial(nets.resnet, inputs=3, widths=(16, 32, 64), blocks=1),
         norms=IMAGES, batch_sizes=(32,), classes=10,
         samples=20_000, validation=1_000, epochs=8, learning_rate=0.003, seeds=3,
     ),
     "transformer": Task(
-        imdb, Reviews, transformer, norms=TOKENS, batch_sizes=(4, 32, 128), classes=2,
+        imdb, TokenInputs, transformer, norms=TOKENS, batch_sizes=(4, 32, 128), classes=2,
         samples=1_500, validation=1_000, epochs=3, learning_rate=0.006, seeds=3, tried_on=1, together=False,
     ),
 }  # fmt: skip
@@ -122,4 +128,4 @@ TASKS = {
 @cache
 def load(task: str, folder: Path, device: torch.device) -> DataSet:
     """Return the data of a task on a device."""
-    return DataSet(*(each.to(device) for each in TASKS[task].load(folder)))
+    return DataSet(*(tensor.to(device) for tensor in TASKS[task].load(folder)))

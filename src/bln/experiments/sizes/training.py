@@ -1,7 +1,7 @@
-"""Train runs that differ in seed and learning rate together, as one net, by an ordinary recipe.
+"""Train runs by an ordinary recipe, those that differ in seed and learning rate alone together, as one net.
 
-Samples are reshuffled each epoch and varied as their task says. Adam's learning rate follows one cycle. The last
-epoch's weights are tested, with its averages as population statistics.
+Samples are reshuffled and augmented anew each epoch. Adam's learning rate follows one cycle. The weights of the last
+epoch are tested, with its averages as population statistics.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from . import nets
 from .tasks import TASKS, load
 
 _TEST_BATCH = 250
-"""Predictions do not depend on it: population statistics are used."""
+"""Predictions do not depend on it, since they use population statistics."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that decides the numbers of a run."""
+    """The settings that decide the numbers of a run."""
 
     task: str
     norm: str
@@ -48,17 +48,17 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Training steps: what is left of an epoch when the mini-batches are full is left out."""
+        """The number of training steps; an epoch leaves out samples that do not fill a mini-batch."""
         return self.samples // self.batch_size * self.epochs
 
 
 _BETAS, _EPS = (0.9, 0.999), 1e-8
 _WARM, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25 / 1e4
-"""The share of steps in which the rate rises; its first value, and its last, as shares of the highest. As torch's."""
+"""torch's: the share of steps in which the rate rises, and its first and last value as shares of the highest."""
 
 
 def one_cycle(steps: int) -> Tensor:
-    """Return the learning rate of each step as a share of the highest: up by a half cosine, and down by another."""
+    """Return the learning rate of each step as a share of the highest, along half a cosine up and another down."""
     at, top = torch.arange(steps, dtype=torch.float64), max(0.0, _WARM * steps - 1)
     up = (1 - torch.cos(math.pi * at / max(top, 1))) / 2
     down = (1 + torch.cos(math.pi * (at - top) / max(steps - 1 - top, 1))) / 2
@@ -66,17 +66,17 @@ def one_cycle(steps: int) -> Tensor:
 
 
 class Adam:
-    """Adam over one cycle, for a net of several runs with a highest learning rate each."""
+    """Adam with one-cycle learning rates, for a net of several runs, each with its own highest rate."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], highest: Sequence[float], steps: int) -> None:
         self.parameters: list[Tensor] = list(parameters)
         device = self.parameters[0].device
-        self.means = [torch.zeros_like(each) for each in self.parameters]
-        self.squares = [torch.zeros_like(each) for each in self.parameters]
+        self.means = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.squares = [torch.zeros_like(parameter) for parameter in self.parameters]
         rates = torch.tensor(highest, device=device)
         self.rates = [  # the runs of a parameter lie one after the other
-            rates.repeat_interleave(len(each) // len(rates)).view(-1, *[1] * (each.dim() - 1)).expand_as(each).clone()
-            for each in self.parameters
+            rates.repeat_interleave(len(p) // len(rates)).view(-1, *[1] * (p.dim() - 1)).expand_as(p).clone()
+            for p in self.parameters
         ]
         number = torch.arange(1, steps + 1, dtype=torch.float64)
         first, second = (1 - beta**number for beta in _BETAS)
@@ -85,8 +85,8 @@ class Adam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the parameters, with nothing from the host."""
-        gradients = [cast(Tensor, each.grad) for each in self.parameters]
+        """Update the parameters, with nothing from the host."""
+        gradients = [cast(Tensor, parameter.grad) for parameter in self.parameters]
         factor, root = self.factors.index_select(1, self.at).unbind()
         torch._foreach_lerp_(self.means, gradients, 1 - _BETAS[0])
         torch._foreach_mul_(self.squares, _BETAS[1])
@@ -103,28 +103,28 @@ class Adam:
     @property
     def nbytes(self) -> int:
         """The bytes of averages and rates."""
-        return sum(each.nbytes for each in (*self.means, *self.squares, *self.rates))
+        return sum(tensor.nbytes for tensor in (*self.means, *self.squares, *self.rates))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"means": self.means, "squares": self.squares, "at": self.at}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         with torch.no_grad():
             torch._foreach_copy_([*self.means, *self.squares], [*state["means"], *state["squares"]])
             self.at.copy_(state["at"])
 
 
 _TURN = 64
-"""Samples of each run between two pauses, in which other nets get their turn."""
+"""Samples of each run between two pauses, in which other nets train."""
 
-Work = Generator[int, None, Any]
-"""Training that pauses now and then, and says how many steps it has taken since."""
+CountedWork = Generator[int, None, Any]
+"""Training that pauses regularly, and yields the number of steps since the last pause."""
 
 
-def finish(work: Work, tick: Callable[[int], None] = lambda steps: None) -> Any:
-    """Bring work to its end, tell how many steps it has taken, and return what it returns."""
+def finish(work: CountedWork, tick: Callable[[int], None] = lambda steps: None) -> Any:
+    """Run work to its end, report its steps so far at each pause, and return its result."""
     steps = 0
     while True:
         try:
@@ -135,7 +135,7 @@ def finish(work: Work, tick: Callable[[int], None] = lambda steps: None) -> Any:
 
 
 def split(run: Run, known: int) -> tuple[Tensor, Tensor]:
-    """Return which of the known samples a run trains on, and which are held out, to choose the learning rate with."""
+    """Return the samples that a run trains on, and those it holds out to choose the learning rate with."""
     validation = TASKS[run.task].validation
     if not 0 < run.samples <= known - validation:
         raise ValueError(f"expected 1 to {known - validation:,} training samples, got {run.samples:,}")
@@ -144,10 +144,10 @@ def split(run: Run, known: int) -> tuple[Tensor, Tensor]:
 
 
 class Training:
-    """Runs that differ in seed and learning rate alone, trained as one net.
+    """The training of runs that differ in seed and learning rate alone, as one net.
 
-    Random numbers depend on seed and epoch alone. So a run gives the same numbers to rounding, whatever trains with it
-    and however often it is interrupted.
+    Random numbers depend on seed and epoch alone. So a run gives the same numbers, up to rounding, whatever trains with
+    it and however often it is interrupted.
     """
 
     def __init__(self, group: Sequence[Run], folder: Path, device: torch.device) -> None:
@@ -157,21 +157,21 @@ class Training:
             raise ValueError("runs that train together differ in seed and learning rate alone")
         if first.samples < first.batch_size:
             raise ValueError(f"{first.samples} samples do not fill a mini-batch of {first.batch_size}")
-        found = load(first.task, folder, device)
+        data = load(first.task, folder, device)
         self.size, self.count = first.batch_size, first.samples
-        self.inputs, self.labels = self.task.inputs(found.train), found.train_labels
-        rows = [split(each, len(found.train)) for each in group]
+        self.inputs, self.labels = self.task.inputs(data.train), data.train_labels
+        rows = [split(run, len(data.train)) for run in group]
         self.train, held_out = (torch.stack(part, 1).to(device) for part in zip(*rows, strict=True))
-        self.validation = found.train, found.train_labels, held_out
-        test = torch.arange(len(found.test), device=device)[:, None].expand(-1, len(group))
-        self.test = found.test, found.test_labels, test
+        self.validation = data.train, data.train_labels, held_out
+        test = torch.arange(len(data.test), device=device)[:, None].expand(-1, len(group))
+        self.test = data.test, data.test_labels, test
 
-        self.net = nets.together(partial(self.task.net, first.norm), [each.seed for each in group]).to(device)
-        self.adam = Adam(self.net.parameters(), [each.learning_rate for each in group], first.steps)
+        self.net = nets.together(partial(self.task.net, first.norm), [run.seed for run in group]).to(device)
+        self.adam = Adam(self.net.parameters(), [run.learning_rate for run in group], first.steps)
         self.total = torch.zeros(2, len(group), device=device)
         self.order = self.train.clone()
         drawn = self.inputs.draw(1, torch.Generator())
-        self.drawn = tuple(torch.zeros_like(self.train, dtype=each.dtype) for each in drawn)
+        self.drawn = tuple(torch.zeros_like(self.train, dtype=values.dtype) for values in drawn)
         self.next = torch.arange(self.size, device=device)
         self.curves: list[dict[str, list[float]]] = []
         self.memory: int | None = None  # known after the first step
@@ -188,7 +188,7 @@ class Training:
     def _step(self) -> None:
         index = self.next
         rows = self.order.index_select(0, index)
-        inputs = self.inputs.varied(rows, tuple(each.index_select(0, index) for each in self.drawn))
+        inputs = self.inputs.augmented(rows, tuple(values.index_select(0, index) for values in self.drawn))
         labels = self.labels[rows]
         self.net.zero_grad()
         outputs = self._outputs(inputs)
@@ -208,16 +208,16 @@ class Training:
 
     # ---- epochs
 
-    def run(self, checkpoint: Path | None = None) -> Work:
-        """Train to the end and return what came out of each run."""
+    def run(self, checkpoint: Path | None = None) -> CountedWork:
+        """Train to the end, and return the results of each run."""
         begun = time.monotonic() - self._resume(checkpoint)
-        kept = time.monotonic()
+        saved = time.monotonic()
         while len(self.curves) < self.group[0].epochs:
             yield from self.epoch()
-            if checkpoint is not None and time.monotonic() - kept > _KEEP:
-                kept = time.monotonic()
+            if checkpoint is not None and time.monotonic() - saved > _SAVE_EVERY:
+                saved = time.monotonic()
                 state = {"net": self.net.state_dict(), "adam": self.adam.state(), "curves": self.curves}
-                runs.write_tensors(checkpoint, {**state, "seconds": kept - begun})
+                runs.write_tensors(checkpoint, {**state, "seconds": saved - begun})
         test = self.evaluate(*self.test)
         if checkpoint is not None:
             checkpoint.unlink(missing_ok=True)
@@ -234,7 +234,7 @@ class Training:
         seconds: float = state["seconds"]
         return seconds
 
-    def epoch(self) -> Work:
+    def epoch(self) -> CountedWork:
         """Train an epoch, and validate."""
         steps, turn = self.count // self.size, max(1, _TURN // self.size)
         self.begin(len(self.curves) + 1)
@@ -253,13 +253,13 @@ class Training:
         )  # fmt: skip
 
     def begin(self, number: int) -> None:
-        """Draw the order and the variations of an epoch, and begin new averages."""
-        for column, each in enumerate(self.group):
-            random = torch.Generator().manual_seed(each.seed * 10_007 + number)
+        """Draw the order and the augmentation of an epoch, and restart all averages."""
+        for column, run in enumerate(self.group):
+            random = torch.Generator().manual_seed(run.seed * 10_007 + number)
             order = torch.randperm(self.count, generator=random).to(self.device)
             self.order[:, column] = self.train[order, column]
-            for mine, drawn in zip(self.drawn, self.inputs.draw(self.count, random), strict=True):
-                mine[:, column] = drawn.to(self.device)
+            for of_group, of_run in zip(self.drawn, self.inputs.draw(self.count, random), strict=True):
+                of_group[:, column] = of_run.to(self.device)
         self.next.copy_(torch.arange(self.size))
         self.total.zero_()
         reset_statistics(self.net)
@@ -267,22 +267,22 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, samples: Tensor, labels: Tensor, rows: Tensor) -> tuple[list[float], list[float]]:
-        """Return loss and accuracy of each run, on rows of its own."""
+        """Return loss and accuracy of each run on its own rows of these samples."""
         self.net.eval()
         self.total.zero_()
-        for some in torch.split(rows, _TEST_BATCH):
-            outputs = self._outputs(self.inputs.plain(samples[some]))
-            self._add(_losses(outputs, labels[some]), outputs, labels[some])
+        for batch in torch.split(rows, _TEST_BATCH):
+            outputs = self._outputs(self.inputs.prepared(samples[batch]))
+            self._add(_losses(outputs, labels[batch]), outputs, labels[batch])
         loss, accuracy = (self.total / len(rows)).tolist()
         return loss, accuracy
 
     def _results(self, test: tuple[list[float], list[float]], seconds: float) -> list[dict[str, Any]]:
-        found = []
+        results = []
         for column in range(len(self.group)):
             curves = {name: [_finite(epoch[name][column]) for epoch in self.curves] for name in self.curves[0]}
             loss, accuracy = (_finite(values[column]) for values in test)
             diverged = None in (loss, curves["train_loss"][-1])
-            found.append(
+            results.append(
                 {
                     "status": "diverged" if diverged else "finished", "curves": curves,
                     "test": {"loss": loss, "accuracy": accuracy},
@@ -290,11 +290,11 @@ class Training:
                     "memory_mib": None if self.memory is None else round(self.memory / 2**20 / len(self.group), 3),
                 }
             )  # fmt: skip
-        return found
+        return results
 
 
-_KEEP = 15.0
-"""Seconds between checkpoints, at least."""
+_SAVE_EVERY = 15.0
+"""The fewest seconds between checkpoints."""
 
 
 def _losses(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -306,21 +306,20 @@ def _finite(value: float) -> float | None:
 
 
 class Cost(NamedTuple):
-    """What a net of several runs takes: seconds for a step, and bytes."""
+    """The cost of a net of several runs: seconds for a step, and bytes."""
 
     step: float
     memory: int
 
 
 def measure(group: Sequence[Run], folder: Path, device: torch.device) -> Cost:
-    """Time a few steps of these runs, alone on this machine."""
+    """Time a few steps of these runs by themselves."""
     training = Training(group, folder, device)
     training.begin(1)
 
-    def again() -> None:
-        training.next.copy_(torch.arange(training.size))  # a tiny run has fewer steps
+    def step() -> None:
+        training.next.copy_(torch.arange(training.size))  # the first mini-batch again: an epoch may have fewer steps
         training.adam.at.zero_()
         training.advance()
 
-    step = seconds_per_step(starmap(again, repeat(())), device)
-    return Cost(step, cast(int, training.memory))
+    return Cost(seconds_per_step(starmap(step, repeat(())), device), cast(int, training.memory))

@@ -1,4 +1,4 @@
-"""A small transformer encoder that reads reviews, with any norm in the places of LayerNorm."""
+"""A small transformer encoder for reviews, with any norm in place of LayerNorm."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def transformer(
     heads: int = 4,
     blocks: int = 2,
 ) -> nn.Module:
-    """Return an encoder of tokens ``(N, length)`` with two outputs; it takes one run at a time."""
+    """Return an encoder of tokens ``(N, length)`` with two outputs, for one run at a time."""
     if runs != 1:
         raise ValueError(f"a transformer takes one run at a time, got {runs}")
     return _Encoder(norms.norm(norm), words, length, embedded, features, heads, blocks)
 
 
 class _Encoder(nn.Module):
-    """Norms stand before attention and dense layers. All of them but those of single tokens are given the mask."""
+    """Pre-norm blocks and the mean over tokens. Norms with statistics over tokens are given the padding mask."""
 
     def __init__(
         self, norm: norms.Norm, words: int, length: int, embedded: int, features: int, heads: int, blocks: int
@@ -52,7 +52,7 @@ class _Encoder(nn.Module):
 
 
 class _Block(nn.Module):
-    """Self-attention and two dense layers, each with a way around it."""
+    """Self-attention and two dense layers, each with a norm before it and a shortcut around it."""
 
     def __init__(self, norm: norms.Norm, features: int, heads: int) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         parts = self.queries_keys_values(self.before_attention(x, real))
         queries, keys, values = parts.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(queries, keys, values, attn_mask=real[:, None, None])
-        x = x + self.attended(found.transpose(1, 2).flatten(2))
+        attention = F.scaled_dot_product_attention(queries, keys, values, attn_mask=real[:, None, None])
+        x = x + self.attended(attention.transpose(1, 2).flatten(2))
         return cast(Tensor, x + self.narrow(F.gelu(self.wide(self.before_dense(x, real)))))
 
 

@@ -45,7 +45,8 @@ class BatchLayerNorm(_arrays.Layer, nnx.Module):
         use_running_average: Infer instead of train, unless the call says otherwise.
         momentum: The weight of the *old* value in the population statistics: 0.9 here is 0.1 in torch. ``None``
             averages all mini-batches since the last ``reset_statistics``.
-        use_bias, use_scale: Learn a shift, ``bias``, and a scale, ``scale``.
+        use_bias: Learn a shift, ``bias``.
+        use_scale: Learn a scale, ``scale``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time outside of ``jit``: compiled functions follow, since it is data.
         axis_name: The axis of ``pmap``, ``shard_map`` or ``vmap`` whose shards are one training mini-batch. Counts and

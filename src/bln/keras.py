@@ -57,7 +57,8 @@ class BatchLayerNormalization(_arrays.Layer, keras.layers.Layer):
         mix_epsilon: The epsilon of the mixing weights; ``None`` is ``epsilon``, with ``groups`` 0.
         momentum: The weight of the *old* value in the population statistics: 0.9 here is 0.1 in torch. ``None``
             averages all mini-batches since the last reset: see ``ResetStatistics``.
-        center, scale: Learn a shift, ``beta``, and a scale, ``gamma``.
+        center: Learn a shift, ``beta``.
+        scale: Learn a scale, ``gamma``.
         config: The statistics of inference, for E_B, Std_B, E_F, Std_F: ``T`` population, ``F`` current. Assign it at
             any time: compiled functions follow. It is saved with the weights.
         **kwargs: ``beta_initializer``, ``gamma_regularizer``, ``beta_constraint`` and so on, as Keras's own

@@ -1,6 +1,7 @@
 """The study of shifted data, on images of noise: answers by request, resuming, the report."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from bln.experiments.runs import RunError
 from bln.experiments.shift import choice, corruptions, study
 from bln.experiments.shift.evaluation import CONFIGURATIONS, accuracies, answers, arrange
 from bln.experiments.shift.study import Questions, conditions
-from bln.experiments.sizes import tasks, training
+from bln.experiments.sizes import nets, tasks, training
 from bln.experiments.sizes.training import Run
 
 QUESTIONS = Questions(images=10, severities=(3,), sizes=(1, 4))
@@ -23,10 +24,11 @@ NETS = [Run("shift", name, 8, 0.003, seed, samples=40, epochs=2) for seed in (0,
 
 @pytest.fixture
 def cifar(monkeypatch):
-    """Sixty images of noise, ten of them held out, and fewer corruptions."""
+    """Sixty images of noise, ten of them held out, a smaller net and fewer corruptions."""
     torch.manual_seed(0)
     found = fake_cifar()
-    small = replace(tasks.TASKS["shift"], load=lambda folder: found, validation=10)
+    net = partial(nets.resnet, inputs=3, widths=(8, 16), blocks=1)
+    small = replace(tasks.TASKS["shift"], load=lambda folder: found, net=net, validation=10)
     monkeypatch.setitem(tasks.TASKS, "shift", small)
     tasks.load.cache_clear()
     monkeypatch.setattr(corruptions, "TEST", ("fog", "contrast"))

@@ -55,7 +55,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, norm):
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
-    for _ in range(6):
+    for _ in range(3):
         epochs = len(RunFolder(killed, settings).metrics())
         process = start(settings, killed)
         try:

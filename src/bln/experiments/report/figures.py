@@ -342,6 +342,7 @@ def batch_sizes(name: str, caption: str, points: Points, names: Mapping[str, str
                 [size * shift for size in known], [estimate.mean for estimate in known.values()],
                 np.hstack(error) if error else None, color=style.colour, marker=style.marker,
                 markersize=10 if style.marker == "*" else 6, capsize=2.5, label=style.name,
+                zorder=3 - at / 100,  # the first, BLN, hides what it is level with
             )  # fmt: skip
             words = ", ".join(f"{estimate.mean:.2f} at {size}" for size, estimate in known.items())
             described.append(f"{style.name}: {words or 'no finished run'}")

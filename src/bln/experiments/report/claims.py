@@ -105,7 +105,7 @@ def outcome(parts: Sequence[ClaimPart]) -> str:
     counts = Counter(part.verdict for part in parts)
     reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
     return (
-        f"of {counts.total()} parts of the claims {reproduced} are reproduced, {refuted} are not, and {undecided} are "
+        f"of {counts.total()} parts of the claims {reproduced} are reproduced, {refuted} not reproduced, and {undecided} "
         "undecided for want of runs."
     )
 

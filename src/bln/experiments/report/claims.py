@@ -105,8 +105,8 @@ def outcome(parts: Sequence[ClaimPart]) -> str:
     counts = Counter(part.verdict for part in parts)
     reproduced, refuted, undecided = (counts[verdict] for verdict in Verdict)
     return (
-        f"of {counts.total()} parts of the claims {reproduced} are reproduced, {refuted} not reproduced, and {undecided} "
-        "undecided for want of runs."
+        f"of {counts.total()} parts of the claims {reproduced} are reproduced, {refuted} not reproduced, and "
+        f"{undecided} undecided for want of runs."
     )
 
 

@@ -211,7 +211,7 @@ def clamp(xp: Any, value: Any, least: float = 1) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is no array. Dynamo passes an open size for a number; elsewhere it is one of torch's own types."""
+    """Whether this is a number and no array. To Dynamo an open size is an int, elsewhere it is a type of torch's."""
     return isinstance(value, int | float) or not hasattr(value, "shape")
 
 

@@ -153,9 +153,8 @@ def install_hooks(model: nn.Module) -> None:
     pretrained = [m for m in modules if hasattr(m, "config") and hasattr(m, "get_input_embeddings")]
     hooked: dict[nn.Module, str] = {}
     if any("attention_mask" in _arguments(m) for m in pretrained):
-        hooked |= dict.fromkeys(
-            pretrained, "attention_mask"
-        )  # one without the argument must not take the mask of the model around it
+        # Also those without the argument: they must not take the mask of the model around them.
+        hooked |= dict.fromkeys(pretrained, "attention_mask")
     for module in modules:
         names = [name for name in _PADDED if name in _arguments(module)]
         first = all(getattr(part, "batch_first", True) for part in module.modules())

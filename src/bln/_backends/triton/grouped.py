@@ -91,7 +91,7 @@ class Plan(launch.Plan):
         self.backward_size = self.dots_at + size
 
     def train(self, stream: int, tensors: Tensors, population: PopulationBuffers) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return ``y``, and what backward needs besides the input; update the population if there is one."""
+        """Return ``y``, and what backward needs besides the input; update the population if it is given."""
         x, gamma, beta, residual, mask = tensors
         ptr, launches = fast_path(self.measure, self.join if population is None else self.join_updating, self.apply)
         measure, join, apply = launches

@@ -125,7 +125,7 @@ class Plan(launch.Plan):
         self.update = Launch(population_kernels.update, cdiv(q, positions), sizes, constexprs)
 
     def train(self, stream: int, tensors: Tensors, population: PopulationBuffers) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return ``y``, and what backward needs besides the input; update the population if there is one."""
+        """Return ``y``, and what backward needs besides the input; update the population if it is given."""
         x, gamma, beta, _, mask = tensors
         y = torch.empty_like(x)
         if self.persistent_forward is not None:
